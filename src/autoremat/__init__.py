@@ -1,0 +1,1 @@
+"""Automatic activation checkpointing for PyTorch."""
