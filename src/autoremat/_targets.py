@@ -103,16 +103,16 @@ def target_names() -> tuple[str, ...]:
     return tuple(_TARGETS)
 
 
-def _gpu(name: str, title: str, mib: int, tera: tuple[float, float, float], gb_per_s: float, link: float) -> Target:
-    """A GPU from its datasheet: MiB, TFLOP/s in (float32, float16, bfloat16; 0 where it has none), GB/s twice."""
+def _gpu(name: str, title: str, mib: int, tera: tuple[float, float, float], gb_per_s: tuple[float, float]) -> Target:
+    """A GPU from its datasheet: MiB, TFLOP/s in (float32, float16, bfloat16; 0 where it has none), GB/s (device, host)."""
     rates = {"float32": tera[0], "float16": tera[1], "bfloat16": tera[2]}
     return Target(
         name=name,
         title=title,
         memory_bytes=mib * 2**20,
         flops_per_s={dtype: rate * 1e12 for dtype, rate in rates.items() if rate},
-        bandwidth_bytes_per_s=gb_per_s * 1e9,
-        host_link_bytes_per_s=link * 1e9,
+        bandwidth_bytes_per_s=gb_per_s[0] * 1e9,
+        host_link_bytes_per_s=gb_per_s[1] * 1e9,
         launch_s=GPU_LAUNCH_S,
         device_kind="cuda",
         source=_SOURCES[name],
@@ -120,14 +120,14 @@ def _gpu(name: str, title: str, mib: int, tera: tuple[float, float, float], gb_p
 
 
 def _cpu() -> Target:
-    """Two cores with AVX-512, measured once: torch matmul of 2,048 squared, copies of 256 MiB."""
+    """Two cores with AVX-512 and AMX, measured once: torch matmul of 2,048 squared, copies of 256 MiB."""
     return Target(
         name="cpu",
-        title="CPU, two cores",
+        title="Two CPU cores",
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        flops_per_s={"float32": 150e9, "bfloat16": 150e9, "float16": 20e9},
-        bandwidth_bytes_per_s=15e9,
-        host_link_bytes_per_s=15e9,
+        flops_per_s={"float32": 250e9, "bfloat16": 1000e9, "float16": 290e9},
+        bandwidth_bytes_per_s=23e9,
+        host_link_bytes_per_s=23e9,
         launch_s=2e-6,
         device_kind="cpu",
         source="rough constants; memory is that of the machine at hand",
@@ -165,30 +165,30 @@ _SOURCES = {
 _TARGETS = {
     target.name: target
     for target in (
-        _gpu("rtx3070-8g", "GeForce RTX 3070", 8_192, (20.3, 40.6, 40.6), 448, 32),
-        _gpu("rtx3060-12g", "GeForce RTX 3060", 12_288, (12.7, 25.5, 25.5), 360, 32),
-        _gpu("t4-16g", "Tesla T4", 15_360, (8.1, 65, 0), 320, 16),
-        _gpu("v100-16g", "Tesla V100 16 GB", 16_384, (15.7, 125, 0), 900, 16),
-        _gpu("rtx4060ti-16g", "GeForce RTX 4060 Ti", 16_380, (22.1, 44.1, 44.1), 288, 16),
-        _gpu("a10g-24g", "A10G", 23_028, (31.2, 70, 70), 600, 32),
-        _gpu("l4-24g", "L4", 23_034, (30.3, 121, 121), 300, 32),
-        _gpu("rtx4090-24g", "GeForce RTX 4090", 24_564, (82.6, 165.2, 165.2), 1_008, 32),
-        _gpu("rtx3090-24g", "GeForce RTX 3090", 24_576, (35.6, 71, 71), 936, 32),
-        _gpu("rtx5090-32g", "GeForce RTX 5090", 32_607, (104.8, 209.5, 209.5), 1_792, 64),
-        _gpu("v100-32g", "Tesla V100 32 GB", 32_768, (15.7, 125, 0), 900, 16),
-        _gpu("a100-40g", "A100 40 GB", 40_960, (19.5, 312, 312), 1_555, 32),
-        _gpu("l40s-48g", "L40S", 46_068, (91.6, 362, 362), 864, 32),
-        _gpu("rtxa6000-48g", "RTX A6000", 49_140, (38.7, 154.8, 154.8), 768, 32),
-        _gpu("rtx6000ada-48g", "RTX 6000 Ada", 49_140, (91.1, 364.2, 364.2), 960, 32),
-        _gpu("mi250x-64g", "Instinct MI250X, one die", 65_520, (47.9, 191.5, 191.5), 1_638, 32),
-        _gpu("h100-80g", "H100 80 GB", 81_559, (67, 989, 989), 3_350, 64),
-        _gpu("a100-80g", "A100 80 GB", 81_920, (19.5, 312, 312), 2_039, 32),
-        _gpu("h200-141g", "H200", 143_771, (67, 989, 989), 4_800, 64),
-        _gpu("b200-180g", "B200", 183_359, (75, 2_250, 2_250), 8_000, 64),
-        _gpu("mi300x-192g", "Instinct MI300X", 196_592, (163.4, 1_307, 1_307), 5_300, 64),
-        _gpu("mi325x-256g", "Instinct MI325X", 262_128, (163.4, 1_307, 1_307), 6_000, 64),
-        _gpu("b300-288g", "B300", 275_040, (75, 2_250, 2_250), 8_000, 64),
-        _gpu("mi355x-288g", "Instinct MI355X", 294_896, (157.3, 2_516, 2_516), 8_000, 64),
+        _gpu("rtx3070-8g", "GeForce RTX 3070", 8_192, (20.3, 40.6, 40.6), (448, 32)),
+        _gpu("rtx3060-12g", "GeForce RTX 3060", 12_288, (12.7, 25.5, 25.5), (360, 32)),
+        _gpu("t4-16g", "Tesla T4", 15_360, (8.1, 65, 0), (320, 16)),
+        _gpu("v100-16g", "Tesla V100 16 GB", 16_384, (15.7, 125, 0), (900, 16)),
+        _gpu("rtx4060ti-16g", "GeForce RTX 4060 Ti", 16_380, (22.1, 44.1, 44.1), (288, 16)),
+        _gpu("a10g-24g", "A10G", 23_028, (31.2, 70, 70), (600, 32)),
+        _gpu("l4-24g", "L4", 23_034, (30.3, 121, 121), (300, 32)),
+        _gpu("rtx4090-24g", "GeForce RTX 4090", 24_564, (82.6, 165.2, 165.2), (1_008, 32)),
+        _gpu("rtx3090-24g", "GeForce RTX 3090", 24_576, (35.6, 71, 71), (936, 32)),
+        _gpu("rtx5090-32g", "GeForce RTX 5090", 32_607, (104.8, 209.5, 209.5), (1_792, 64)),
+        _gpu("v100-32g", "Tesla V100 32 GB", 32_768, (15.7, 125, 0), (900, 16)),
+        _gpu("a100-40g", "A100 40 GB", 40_960, (19.5, 312, 312), (1_555, 32)),
+        _gpu("l40s-48g", "L40S", 46_068, (91.6, 362, 362), (864, 32)),
+        _gpu("rtxa6000-48g", "RTX A6000", 49_140, (38.7, 154.8, 154.8), (768, 32)),
+        _gpu("rtx6000ada-48g", "RTX 6000 Ada", 49_140, (91.1, 364.2, 364.2), (960, 32)),
+        _gpu("mi250x-64g", "Instinct MI250X, one die", 65_520, (47.9, 191.5, 191.5), (1_638, 32)),
+        _gpu("h100-80g", "H100 80 GB", 81_559, (67, 989, 989), (3_350, 64)),
+        _gpu("a100-80g", "A100 80 GB", 81_920, (19.5, 312, 312), (2_039, 32)),
+        _gpu("h200-141g", "H200", 143_771, (67, 989, 989), (4_800, 64)),
+        _gpu("b200-180g", "B200", 183_359, (75, 2_250, 2_250), (8_000, 64)),
+        _gpu("mi300x-192g", "Instinct MI300X", 196_592, (163.4, 1_307, 1_307), (5_300, 64)),
+        _gpu("mi325x-256g", "Instinct MI325X", 262_128, (163.4, 1_307, 1_307), (6_000, 64)),
+        _gpu("b300-288g", "B300", 275_040, (75, 2_250, 2_250), (8_000, 64)),
+        _gpu("mi355x-288g", "Instinct MI355X", 294_896, (157.3, 2_516, 2_516), (8_000, 64)),
         _cpu(),
     )
 }
