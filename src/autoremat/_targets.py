@@ -104,7 +104,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def _gpu(name: str, title: str, mib: int, tera: tuple[float, float, float], gb_per_s: tuple[float, float]) -> Target:
-    """A GPU from its datasheet: MiB, TFLOP/s in (float32, float16, bfloat16; 0 where it has none), GB/s (device, host)."""
+    """A GPU from its datasheet: MiB, TFLOP/s in (float32, float16, bfloat16; 0 for none), GB/s (device, host)."""
     rates = {"float32": tera[0], "float16": tera[1], "bfloat16": tera[2]}
     return Target(
         name=name,
