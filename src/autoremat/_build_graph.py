@@ -1,0 +1,300 @@
+"""Trace a training step into a `StepGraph`: set it up, record it, sort what was recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from autoremat._capture import Recorder, Recording
+from autoremat._device_ops import CudaOps
+from autoremat._errors import AutorematError, TraceError, UsageError
+from autoremat._fake import fake_copy
+from autoremat._model_states import OptimizerFactory, optimizer_factory, optimizer_name, state_tensors
+from autoremat._random import preserved_random_state
+from autoremat._signature import model_signature
+from autoremat._step import Batch, LossFunction, Precision, check_batch, describe_batch, run_step
+from autoremat._step_graph import Op, SavedTensor, StepGraph, Storage
+
+CPU_RNG_STATE_BYTES = 5056
+"""``torch.get_rng_state().nbytes``. A CUDA generator's state is kept in host memory: no device bytes."""
+_TRACED_MICRO_STEPS = 2
+"""Gradients appear in the first micro-step and are added to in the second; later ones repeat the second."""
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: LossFunction | None = None,
+    optimizer: str | OptimizerFactory | None = "adamw",
+    gradients: str = "fresh",
+    accumulate: int = 1,
+    precision: str | None = None,
+    device_kind: str | None = None,
+) -> StepGraph:
+    """Record one whole training step of a model, with fake parameters: no memory for weights, no GPU.
+
+    The model is not changed: a deep copy with fake parameters runs the step. The optimizer's state is there before
+    it, as in every step but the first.
+
+    Args:
+        model: With real or fake parameters, as built by its own constructor.
+        batch: A tensor, a tuple (positional) or a dict (keyword) of real tensors.
+        loss: A function of the model's output; None means the output's ``.loss``, or the output itself.
+        optimizer: A name (see `OPTIMIZERS`), a function from parameters to an optimizer, or None for forward and
+            backward alone.
+        gradients: "fresh" (set to None between steps: they appear in backward) or "kept" (they exist all along).
+        accumulate: Micro-steps in an optimizer step.
+        precision: One of `PRECISIONS`, or None for the model's own.
+        device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
+
+    Returns:
+        The step.
+
+    Raises:
+        BatchError: If the batch does not fit the model.
+        LossError: If no scalar loss is found.
+        TraceError: If the step cannot be traced; with the module in which it failed.
+
+    Example:
+        >>> graph = trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8), loss=lambda y: y.sum())
+        >>> graph.storages[0].label, graph.storages[0].num_bytes
+        ('0.weight', 256)
+    """
+    if gradients not in ("fresh", "kept"):
+        raise UsageError(f"gradients={gradients!r}: use 'fresh' or 'kept'.")
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}: an optimizer step has at least one micro-step.")
+    casting = Precision.parse(precision)
+    factory_of = optimizer_factory(optimizer, device_kind=device_kind or _device_kind(model))
+    check_batch(model, batch)
+    twin, mode = fake_copy(model, dtype=casting.cast)
+    twin.train()
+    batch = casting.cast_batch(_own(batch))
+    with preserved_random_state():
+        recorder = _record(
+            twin,
+            batch,
+            mode,
+            loss=loss,
+            factory=factory_of,
+            keep_gradients=gradients == "kept",
+            micro_steps=min(accumulate, _TRACED_MICRO_STEPS),
+            precision=casting,
+            as_cuda=device_kind == "cuda",
+        )
+    kind = device_kind or _device_kind(model)
+    return _sort(
+        recorder.recording,
+        model=type(model).__name__,
+        model_signature=model_signature(model, dtype=casting.cast),
+        input_signature=describe_batch(batch),
+        accumulate=accumulate,
+        device_kind=kind,
+        optimizer=optimizer_name(optimizer),
+        precision=precision or "",
+        rng_state_bytes=CPU_RNG_STATE_BYTES if kind == "cpu" else 0,
+    )
+
+
+def _device_kind(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def _own(batch: Batch) -> Batch:
+    """The batch as tensors of its own, so that what the caller holds is not part of the trace's graph."""
+    own: Batch = tree_map(
+        lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, batch
+    )
+    return own
+
+
+def _record(
+    twin: nn.Module,
+    batch: Batch,
+    mode: FakeTensorMode,
+    *,
+    loss: LossFunction | None,
+    factory: OptimizerFactory | None,
+    keep_gradients: bool,
+    micro_steps: int,
+    precision: Precision,
+    as_cuda: bool,
+) -> Recorder:
+    parameters = [p for p in twin.parameters() if p.requires_grad]
+    optimizer = _warm_optimizer(factory, parameters, mode) if factory is not None else None
+    recorder = Recorder(mode)
+    _register_states(recorder, twin, batch, optimizer)
+    if keep_gradients:
+        _make_gradients(parameters, mode)
+        for p in parameters:
+            recorder.register(_grad(p), "gradient")
+    recording = recorder.recording
+
+    def on_micro_step(number: int) -> None:
+        recording.phase, recording.micro_step = "forward", number
+
+    def mark_gradients() -> None:
+        recording.phase = "optimizer"
+        for p in parameters:
+            if p.grad is not None:
+                index = recorder.storage_index(p.grad)
+                if index is not None:
+                    recording.storages[index].cause = "gradient"
+
+    with (
+        _errors_named(twin, recorder),
+        CudaOps() if as_cuda else contextlib.nullcontext(),
+        recorder.modules(twin),
+        _backward_phase(recording),
+        recorder,
+        recorder.saved_tensors(),
+    ):
+        value = run_step(
+            twin,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            precision=precision,
+            accumulate=micro_steps,
+            on_micro_step=on_micro_step,
+            before_optimizer=mark_gradients,
+        )
+    del value
+    recorder.close()
+    return recorder
+
+
+def _register_states(
+    recorder: Recorder, twin: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None
+) -> None:
+    for name, parameter in twin.named_parameters():
+        recorder.register(parameter, "parameter", name)
+    for name, buffer in twin.named_buffers():
+        recorder.register(buffer, "buffer", name)
+    for value in tree_iter(batch):
+        if isinstance(value, torch.Tensor):
+            recorder.register(value, "input")
+    if optimizer is not None:
+        for tensor in state_tensors(optimizer):
+            recorder.register(tensor, "optimizer_state")
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _make_gradients(parameters: list[nn.Parameter], mode: FakeTensorMode) -> None:
+    for p in parameters:
+        with mode:
+            p.grad = torch.empty_like(p)
+
+
+def _warm_optimizer(
+    factory: OptimizerFactory, parameters: list[nn.Parameter], mode: FakeTensorMode
+) -> torch.optim.Optimizer:
+    """An optimizer that has stepped once, so that its state exists."""
+    optimizer = factory(parameters)
+    _make_gradients(parameters, mode)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+@contextlib.contextmanager
+def _backward_phase(recording: Recording) -> Iterator[None]:
+    """Mark what runs inside ``Tensor.backward`` as backward."""
+    original = torch.Tensor.backward
+
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        recording.phase = "backward"
+        original(self, *args, **kwargs)
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.backward = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _errors_named(twin: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Turn an exception of the model into a `TraceError` that says where it came from."""
+    try:
+        yield
+    except AutorematError:
+        raise
+    except Exception as error:
+        calls, running = recorder.recording.calls, recorder.running_call()
+        where = f"module {calls[running].path!r} ({calls[running].class_name})" if running is not None else "the step"
+        raise TraceError(
+            f"{type(twin).__name__} failed in {where} while it was traced: {type(error).__name__}: {error}. "
+            "Check that the batch is one that the model trains on; code that reads values of activations "
+            "(.item(), .nonzero()) cannot run without data."
+        ) from error
+
+
+def _sort(recording: Recording, **attributes: Any) -> StepGraph:
+    """Freeze a recording."""
+    end = recording.clock
+    saved_storages = {record.storage for record in recording.saved}
+    storages = []
+    for record in recording.storages:
+        cause = record.cause
+        if cause == "temporary" and record.index in saved_storages:
+            cause = "activation"
+        storages.append(
+            Storage(
+                index=record.index,
+                num_bytes=record.num_bytes,
+                cause=cause,
+                born=record.born,
+                last_ref=end if record.last_ref is None else record.last_ref,
+                label=record.label,
+            )
+        )
+    saved = [
+        SavedTensor(
+            storage=record.storage,
+            call=record.call,
+            packed=record.packed,
+            unpacked=record.unpacked,
+            released=end if record.released is None else record.released,
+        )
+        for record in recording.saved
+        if record.storage >= 0
+    ]
+    ops = [
+        Op(
+            index=index,
+            phase=op.phase,
+            name=op.name,
+            call=op.call,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            mutates=op.mutates,
+            flops=op.flops,
+            moved_bytes=op.moved_bytes,
+            workspace_bytes=op.workspace_bytes,
+            is_random=op.is_random,
+            is_view=op.is_view,
+            reads_value=op.reads_value,
+            dtype=op.dtype,
+            shape=op.shape,
+        )
+        for index, op in enumerate(recording.ops)
+    ]
+    return StepGraph(
+        ops=tuple(ops),
+        storages=tuple(storages),
+        saved=tuple(saved),
+        calls=tuple(recording.calls),
+        **attributes,
+    )

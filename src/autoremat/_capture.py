@@ -1,0 +1,372 @@
+"""Run one training step and write down what happens: ops, storages, what autograd saves, module calls.
+
+How the two kinds of reference are told apart: hooks take every saved tensor away from autograd and hand it a token
+instead. A storage then dies in forward as soon as nobody but autograd would hold it (`Storage.last_ref`), and a
+token dies when autograd would have let go (`SavedTensor.released`). When backward asks for a saved tensor it gets a
+stand-in of the same geometry (fake) or a copy (real).
+
+Known limits: what a kernel allocates inside one op is not seen; `Op.workspace_bytes` estimates it. On real tensors,
+tracing holds a second copy of what autograd saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from autoremat._op_info import OpInfo, is_random_call, mutated_arguments, op_flops, op_info
+from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Phase
+from autoremat._workspace import workspace_bytes
+
+_NOT_RECORDED = frozenset({"aten.detach.default", "prim.device.default"})
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """A storage while it is being watched; see `Storage`."""
+
+    index: int
+    num_bytes: int
+    born: int
+    cause: Cause = "temporary"
+    label: str = ""
+    last_ref: int | None = None
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """An op as it ran; see `Op`."""
+
+    phase: Phase
+    name: str
+    call: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...]
+    flops: int
+    moved_bytes: int
+    workspace_bytes: int
+    is_random: bool
+    is_view: bool
+    reads_value: bool
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SavedRecord:
+    """A tensor that autograd saved; see `SavedTensor`."""
+
+    storage: int
+    call: int
+    packed: int
+    unpacked: int | None = None
+    released: int | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """Everything that was written down."""
+
+    storages: list[StorageRecord] = field(default_factory=list)
+    ops: list[OpRecord] = field(default_factory=list)
+    saved: list[SavedRecord] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    phase: Phase = "forward"
+    micro_step: int = 0
+
+    @property
+    def clock(self) -> int:
+        """Ops recorded so far."""
+        return len(self.ops)
+
+
+class _Token:
+    """What autograd holds instead of a saved tensor."""
+
+    __slots__ = ("__weakref__", "contents", "record")
+
+    def __init__(self, record: SavedRecord, contents: Any) -> None:
+        self.record = record
+        self.contents = contents
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Enough of a fake tensor to make another one like it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Recorder(TorchDispatchMode):
+    """Records every op that runs under it. Enter it together with `saved_tensors` and `modules`.
+
+    Args:
+        mode: Mode that the model's fake tensors belong to; None when everything is real.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        super().__init__()
+        self.fake_mode = mode
+        self.recording = Recording()
+        self._known: dict[int, int] = {}
+        self._watchers: dict[int, weakref.ref[Any]] = {}
+        self._stack: list[int] = []
+        self._call = 0
+        self._copies: dict[int, tuple[int, Any]] = {}
+
+    # -- storages ---------------------------------------------------------------------------------------------
+
+    def register(self, tensor: Tensor, cause: Cause, label: str = "") -> None:
+        """Make a tensor that is there before the step known."""
+        index = self._storage_of(tensor, born=BEFORE_STEP)
+        record = self.recording.storages[index]
+        record.cause, record.label = cause, record.label or label
+
+    def storage_index(self, tensor: Tensor) -> int | None:
+        """Index of a tensor's storage, if it is known."""
+        storage = _storage(tensor)
+        return None if storage is None else self._known.get(storage._cdata)
+
+    def _storage_of(self, tensor: Tensor, born: int) -> int:
+        """Index of a tensor's storage; one that was never seen is new (or was made outside of the step)."""
+        storage = _storage(tensor)
+        if storage is None:
+            return -1
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            return known
+        record = StorageRecord(index=len(self.recording.storages), num_bytes=storage.nbytes(), born=born)
+        if born == BEFORE_STEP:
+            record.cause = "buffer"
+        self.recording.storages.append(record)
+        self._watch(storage, record.index)
+        return record.index
+
+    def _watch(self, storage: Any, index: int, saved: SavedRecord | None = None) -> None:
+        """Note when a storage dies: as its own end, or (a stand-in) as the end of autograd's hold on it."""
+        key = storage._cdata
+        recording = self.recording
+        known, watchers = self._known, self._watchers
+
+        def died(_: object) -> None:
+            known.pop(key, None)
+            watchers.pop(key, None)
+            if saved is None:
+                recording.storages[index].last_ref = recording.clock
+            elif saved.released is not None:
+                saved.released = max(saved.released, recording.clock)
+
+        self._known[key] = index
+        self._watchers[key] = weakref.ref(storage, died)
+
+    def close(self) -> None:
+        """Stop watching: storages that are alive now are alive at the end of the step."""
+        self._watchers.clear()
+
+    def running_call(self) -> int | None:
+        """Index of the innermost module call that has not returned."""
+        return self._stack[-1] if self._stack else None
+
+    # -- ops --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        if info.name in _NOT_RECORDED:
+            return func(*args, **kwargs)
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [self._storage_of(x, born=BEFORE_STEP) for x in tensors]
+        out = func(*args, **kwargs)
+        results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        if tensors or results:
+            self._record(info, args, kwargs, tensors, inputs, results, out)
+        return out
+
+    def _record(
+        self,
+        info: OpInfo,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        inputs: list[int],
+        results: list[Tensor],
+        out: Any,
+    ) -> None:
+        recording = self.recording
+        index = recording.clock
+        first_new = len(recording.storages)
+        outputs = [self._storage_of(x, born=index) for x in results]
+        mutates = [self._storage_of(x, born=BEFORE_STEP) for x in mutated_arguments(info, args, kwargs)]
+        is_view = bool(results) and not mutates and all(0 <= s < first_new for s in outputs)
+        numeric = next((x for x in results if x.is_floating_point()), None)
+        numeric = numeric if numeric is not None else next((x for x in tensors if x.is_floating_point()), None)
+        recording.ops.append(
+            OpRecord(
+                phase=recording.phase,
+                name=info.name,
+                call=self._call,
+                inputs=_unique(inputs),
+                outputs=tuple(s for s in outputs if s >= 0),
+                mutates=_unique(mutates),
+                flops=op_flops(info, args, kwargs, out),
+                moved_bytes=0 if is_view else sum(x.numel() * x.element_size() for x in (*tensors, *results)),
+                workspace_bytes=0 if is_view else workspace_bytes(info.name, args, kwargs, results),
+                is_random=is_random_call(info, args, kwargs),
+                is_view=is_view,
+                reads_value=bool(tensors) and not results and not mutates,
+                dtype="" if numeric is None else str(numeric.dtype).removeprefix("torch."),
+                shape=tuple(results[0].shape) if results else (),
+            )
+        )
+
+    # -- what autograd saves ----------------------------------------------------------------------------------
+
+    def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Hooks that take saved tensors away from autograd."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> _Token:
+        recording = self.recording
+        index = self._storage_of(tensor, born=BEFORE_STEP)
+        record = SavedRecord(storage=index, call=self._call, packed=recording.clock)
+        recording.saved.append(record)
+        token = _Token(record, self._take(tensor, index))
+
+        def released(record: SavedRecord = record) -> None:
+            record.released = recording.clock
+
+        weakref.finalize(token, released).atexit = False
+        return token
+
+    def _take(self, tensor: Tensor, index: int) -> Any:
+        """Keep what backward needs without keeping the storage alive."""
+        if index < 0 or self.recording.storages[index].born == BEFORE_STEP:
+            return tensor
+        if isinstance(tensor, FakeTensor):
+            return _Geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        with _disable_current_modes(), torch.no_grad():
+            version, copied = self._copies.get(index, (-1, None))
+            if version != tensor._version or copied is None:
+                copied = tensor.untyped_storage().clone()
+                self._copies[index] = (tensor._version, copied)
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+                copied, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+
+    def _unpack(self, token: _Token) -> Tensor:
+        record, contents = token.record, token.contents
+        if record.unpacked is None:
+            record.unpacked = self.recording.clock
+        self._call = record.call
+        if isinstance(contents, _Geometry):
+            assert self.fake_mode is not None
+            with _disable_current_modes(), self.fake_mode:
+                contents = torch.empty_strided(
+                    contents.size, contents.stride, dtype=contents.dtype, device=contents.device
+                )
+        storage = _storage(contents)
+        if storage is not None and storage._cdata not in self._known:
+            self._watch(storage, record.storage, saved=record)
+        result: Tensor = contents
+        return result
+
+    # -- module calls -----------------------------------------------------------------------------------------
+
+    def modules(self, model: nn.Module) -> _ModuleHooks:
+        """A context in which the calls of a model's modules are recorded."""
+        return _ModuleHooks(self, model)
+
+    def enter_call(self, module: nn.Module, path: str, number: int, arguments: Any) -> int:
+        """A module's forward starts."""
+        index = len(self.recording.calls)
+        self.recording.calls.append(
+            ModuleCall(
+                index=index,
+                path=path,
+                number=number,
+                micro_step=self.recording.micro_step,
+                class_name=type(module).__name__,
+                parent=self._stack[-1] if self._stack else -1,
+                start=self.recording.clock,
+                end=-1,
+                inputs=self._storages_in(arguments),
+            )
+        )
+        self._stack.append(index)
+        self._call = index
+        return index
+
+    def leave_call(self, output: Any) -> None:
+        """The innermost running forward returns."""
+        index = self._stack.pop()
+        call = self.recording.calls[index]
+        self.recording.calls[index] = ModuleCall(
+            index=index,
+            path=call.path,
+            number=call.number,
+            micro_step=call.micro_step,
+            class_name=call.class_name,
+            parent=call.parent,
+            start=call.start,
+            end=self.recording.clock,
+            inputs=call.inputs,
+            outputs=self._storages_in(output),
+        )
+        self._call = self._stack[-1] if self._stack else index
+
+    def _storages_in(self, values: Any) -> tuple[int, ...]:
+        found = [self.storage_index(x) for x in tree_iter(values) if isinstance(x, Tensor)]
+        return _unique([s for s in found if s is not None])
+
+
+class _ModuleHooks:
+    """Forward hooks on every module of a model, gone on exit."""
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self.recorder = recorder
+        self.model = model
+        self.handles: list[Any] = []
+        self.counts: dict[str, int] = {}
+
+    def __enter__(self) -> _ModuleHooks:
+        for path, module in self.model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leave, prepend=True))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if path == "":
+                self.counts.clear()
+            number = self.counts.get(path, 0)
+            self.counts[path] = number + 1
+            self.recorder.enter_call(module, path, number, (args, kwargs))
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.recorder.leave_call(output)
+
+
+def _storage(tensor: Tensor) -> Any:
+    """A tensor's storage, None where it has none (sparse layouts)."""
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
+
+
+def _unique(values: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(v for v in values if v >= 0))

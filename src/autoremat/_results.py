@@ -1,0 +1,187 @@
+"""What tracing, verifying and measuring return: plain data for tables, JSON and reports.
+
+Renderers (`_report.py`, the CLI) read these and compute nothing themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from autoremat._units import format_bytes, format_percent, format_seconds
+
+
+class JsonResult:
+    """Gives a result dataclass `to_json`."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain dicts, lists and numbers; bytes are ints, times are seconds."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def to_json(self) -> str:
+        """The result as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveItem(JsonResult):
+    """Storages alive at the peak, summed by where they were made.
+
+    Attributes:
+        cause: What they are.
+        module: Path of the module call that made them, "" for the model's own forward or the loss.
+        name: Op that made them, or the parameter's name for what is there before the step.
+        num_bytes: Their bytes, once per storage.
+        num_storages: How many there are.
+    """
+
+    cause: str
+    module: str
+    name: str
+    num_bytes: int
+    num_storages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile(JsonResult):
+    """Live bytes over one step, as a schedule predicts them (allocated, not reserved).
+
+    Points are taken where memory is highest: while an op runs, after its outputs are allocated.
+
+    Attributes:
+        peak_bytes: Largest live bytes.
+        peak_by_cause: The same by cause; sums to `peak_bytes`.
+        peak_point: Index of the peak among the points.
+        peak_at: Where that is, in words: phase, module and op.
+        static_bytes: Bytes that are there before the step and stay through it.
+        seconds: Predicted time of each point since the start of the step.
+        by_cause: Live bytes by cause at each point.
+        phases: Name of each phase and the index of its first point.
+        alive_at_peak: What is alive at the peak, largest first.
+        recomputed_flops: FLOPs of recomputation.
+        flops: FLOPs of the step, recomputation included.
+        step_s: Predicted step time.
+    """
+
+    peak_bytes: int
+    peak_by_cause: dict[str, int]
+    peak_point: int
+    peak_at: str
+    static_bytes: int
+    seconds: tuple[float, ...]
+    by_cause: dict[str, tuple[int, ...]]
+    phases: tuple[tuple[str, int], ...]
+    alive_at_peak: tuple[LiveItem, ...]
+    recomputed_flops: int
+    flops: int
+    step_s: float
+
+    def __repr__(self) -> str:
+        return f"<MemoryProfile: peak {format_bytes(self.peak_bytes)} at {self.peak_at}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference(JsonResult):
+    """One thing that differs between the plain and the planned run.
+
+    Attributes:
+        kind: "loss", "gradient", "input gradient", "buffer", "random state", "attribute" or "error".
+        name: Parameter, buffer or source.
+        plain: Its value in words in the plain run.
+        planned: Its value in the planned run.
+    """
+
+    kind: str
+    name: str
+    plain: str
+    planned: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport(JsonResult):
+    """Whether a planned step equals the plain one, bit for bit.
+
+    Attributes:
+        equal: True if nothing differs.
+        num_compared: How many values were compared, by kind.
+        differences: What differs, by name.
+        loss: Loss of the plain run.
+        planned_loss: Loss of the planned run.
+        num_recomputed_regions: How many regions were recomputed in the planned run.
+    """
+
+    equal: bool
+    num_compared: dict[str, int]
+    differences: tuple[Difference, ...]
+    loss: float
+    planned_loss: float
+    num_recomputed_regions: int
+
+    def __repr__(self) -> str:
+        compared = ", ".join(f"{count} {kind}" for kind, count in self.num_compared.items())
+        if self.equal:
+            return f"<VerifyReport: equal to the bit ({compared})>"
+        names = ", ".join(f"{d.kind} {d.name}" for d in self.differences[:3])
+        return f"<VerifyReport: {len(self.differences)} differ: {names}>"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep(JsonResult):
+    """One measured training step.
+
+    Attributes:
+        peak_bytes: Largest live bytes of tensors, static ones included.
+        static_bytes: Live bytes before the step.
+        step_s: Median wall time of a step.
+        all_step_s: Wall time of each timed step.
+        loss: Loss of the step.
+        curve_s: Times of the samples of the live bytes, from the start of the step.
+        curve_bytes: Live bytes at those times.
+    """
+
+    peak_bytes: int
+    static_bytes: int
+    step_s: float
+    all_step_s: tuple[float, ...]
+    loss: float
+    curve_s: tuple[float, ...] = ()
+    curve_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport(JsonResult):
+    """Measured against predicted, plain and planned.
+
+    Attributes:
+        plain: The step without the plan; None if it was not asked for.
+        planned: The step with the plan.
+        predicted_plain_bytes: Predicted peak without the plan.
+        predicted_planned_bytes: Predicted peak with it.
+        budget_bytes: The plan's budget, if it has one.
+        judge: What measured the peak: "profiler memory events" or "CUDA caching allocator".
+    """
+
+    plain: MeasuredStep | None
+    planned: MeasuredStep
+    predicted_plain_bytes: int | None
+    predicted_planned_bytes: int | None
+    budget_bytes: int | None
+    judge: str
+
+    @property
+    def within_budget(self) -> bool | None:
+        """Whether the measured peak is at most the budget; None without a budget."""
+        return None if self.budget_bytes is None else self.planned.peak_bytes <= self.budget_bytes
+
+    def __repr__(self) -> str:
+        parts = [f"peak {format_bytes(self.planned.peak_bytes)}", f"step {format_seconds(self.planned.step_s)}"]
+        if self.plain is not None:
+            parts.append(f"plain {format_bytes(self.plain.peak_bytes)}, {format_seconds(self.plain.step_s)}")
+        if self.predicted_planned_bytes:
+            error = self.planned.peak_bytes / self.predicted_planned_bytes - 1
+            parts.append(f"{format_percent(error)} off the prediction")
+        return f"<UsageReport: {'; '.join(parts)}>"

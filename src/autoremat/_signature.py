@@ -1,0 +1,34 @@
+"""What identifies a model to a plan: names, shapes and dtypes of its parameters and buffers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def signature_lines(model: nn.Module, *, dtype: object = None) -> Iterator[str]:
+    """One line for each parameter and buffer: name, dtype and shape; shared ones under every name.
+
+    Args:
+        model: Any module.
+        dtype: Dtype to state for floating tensors instead of their own.
+    """
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        shown = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield f"{name} {str(shown).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def model_signature(model: nn.Module, *, dtype: object = None) -> str:
+    """A short hash over `signature_lines`: equal for models that a plan fits alike.
+
+    Example:
+        >>> model_signature(nn.Linear(2, 3)) == model_signature(nn.Linear(2, 3))
+        True
+    """
+    text = "\n".join([type(model).__name__, *signature_lines(model, dtype=dtype)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

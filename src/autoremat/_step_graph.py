@@ -1,0 +1,189 @@
+"""The StepGraph: one training step as plain data. No torch here.
+
+A *clock* value is a number of ops that have run: an event at clock ``t`` happens after op ``t - 1`` and before op
+``t``. Storages, not tensors, carry bytes: views share their base's storage.
+
+Two kinds of reference keep a storage alive: autograd's (one `SavedTensor` each) and everybody else's (Python locals,
+arguments, module attributes, grad buffers), whose end is `Storage.last_ref`. Capturing keeps the two apart, so that
+a ledger can tell what would be freed if autograd did not hold it.
+
+Known limit: memory that a kernel takes and returns within one op is an estimate (`Op.workspace_bytes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["forward", "backward", "optimizer"]
+Cause = Literal["parameter", "buffer", "input", "gradient", "optimizer_state", "activation", "temporary"]
+CAUSES: tuple[Cause, ...] = (
+    "parameter",
+    "optimizer_state",
+    "gradient",
+    "buffer",
+    "input",
+    "activation",
+    "temporary",
+)
+BEFORE_STEP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of device memory.
+
+    Attributes:
+        index: Its place in `StepGraph.storages`.
+        num_bytes: Size of the whole storage, bytes.
+        cause: What it is.
+        born: Index of the op that allocated it, `BEFORE_STEP` if it is there when the step starts.
+        last_ref: Clock at which the last reference that is not autograd's went away; ``len(ops)`` if none did.
+        label: Parameter or buffer name where there is one.
+    """
+
+    index: int
+    num_bytes: int
+    cause: Cause
+    born: int
+    last_ref: int
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call of an ATen operator, as a dispatch mode sees it.
+
+    Attributes:
+        index: Its place in `StepGraph.ops`; also the clock at which it starts.
+        phase: forward (loss included), backward or optimizer.
+        name: Full name with overload, ``"aten.addmm.default"``.
+        call: Index of the innermost module call around it; 0 is the model's own (in backward: of the forward op).
+        inputs: Storages it reads or views, in order of first appearance.
+        outputs: Storages of its tensor outputs; those with ``born == index`` are new.
+        mutates: Storages it writes in place.
+        flops: Floating point operations; 0 for elementwise work.
+        moved_bytes: Bytes read plus bytes written by tensors (a view moves none).
+        workspace_bytes: Bytes its kernel takes and returns while it runs.
+        is_random: Whether it draws random numbers.
+        is_view: Whether it only makes views (no kernel runs).
+        reads_value: Whether it hands a value to Python (``.item()``, ``if tensor:``).
+        dtype: What it computes in, ``"float32"``; "" where no tensor is involved.
+        shape: Shape of its first output, for display.
+    """
+
+    index: int
+    phase: Phase
+    name: str
+    call: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...] = ()
+    flops: int = 0
+    moved_bytes: int = 0
+    workspace_bytes: int = 0
+    is_random: bool = False
+    is_view: bool = False
+    reads_value: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor that autograd stored in forward for backward.
+
+    Attributes:
+        storage: The storage it keeps alive.
+        call: Index of the module call in which it was saved.
+        packed: Clock at which it was saved: the index of its op for an input, one more for an output.
+        unpacked: Clock at which backward first read it; None if it never did.
+        released: Clock at which backward let go of it; ``len(ops)`` if it never did.
+    """
+
+    storage: int
+    call: int
+    packed: int
+    unpacked: int | None
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module's ``forward``. Calls nest; `StepGraph.calls` is in order of entry.
+
+    Attributes:
+        index: Its place in `StepGraph.calls`; 0 is the model itself (first micro-step).
+        path: Module path as in ``model.get_submodule(path)``; ``""`` is the model.
+        number: How many calls of this path came before it in the same micro-step.
+        micro_step: Which forward of the step (accumulation) it belongs to.
+        class_name: Class of the module.
+        parent: Index of the call around it; -1 for the model's own.
+        start: Clock when it was entered.
+        end: Clock when it returned: its ops are ``ops[start:end]``.
+        inputs: Storages of the tensors among its arguments.
+        outputs: Storages of the tensors that it returned.
+    """
+
+    index: int
+    path: str
+    number: int
+    micro_step: int
+    class_name: str
+    parent: int
+    start: int
+    end: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One whole training step: forward, loss, backward, optimizer.
+
+    Attributes:
+        ops: In order of execution.
+        storages: All memory of the step, each once.
+        saved: What autograd stored, in the order in which it did.
+        calls: Module calls, in order of entry.
+        model: Class name of the model.
+        model_signature: Hash over parameter and buffer names, shapes and dtypes.
+        input_signature: Readable: argument names, shapes and dtypes of the batch.
+        accumulate: Micro-steps in an optimizer step; at most the first two are in `ops`.
+        device_kind: "cpu" or "cuda": whose kernels the ops stand for.
+        optimizer: Name of the optimizer, "" for none.
+        precision: As given to ``trace``, "" for the model's own.
+        rng_state_bytes: Device bytes of one stashed random state.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saved: tuple[SavedTensor, ...]
+    calls: tuple[ModuleCall, ...]
+    model: str = ""
+    model_signature: str = ""
+    input_signature: str = ""
+    accumulate: int = 1
+    device_kind: str = "cpu"
+    optimizer: str = ""
+    precision: str = ""
+    rng_state_bytes: int = 0
+    attributes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of what is there before the step and stays: parameters, buffers, inputs, optimizer state."""
+        end = len(self.ops)
+        return sum(s.num_bytes for s in self.storages if s.born == BEFORE_STEP and s.last_ref == end)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the captured step, without recomputation."""
+        return sum(op.flops for op in self.ops)
+
+    def subtree(self, call: int) -> range:
+        """Indices of a module call and of all calls below it (calls are in order of entry, so they are adjacent)."""
+        stop = call + 1
+        while stop < len(self.calls) and self.calls[stop].parent >= call:
+            stop += 1
+        return range(call, stop)
