@@ -1,1 +1,7 @@
+"""Executing plans: regions that drop their saved tensors after forward and recompute them in backward."""
 
+from __future__ import annotations
+
+from autoremat.runtime._attach import Applied, ExecutedRegion, apply
+
+__all__ = ["Applied", "ExecutedRegion", "apply"]

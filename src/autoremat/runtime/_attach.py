@@ -1,0 +1,278 @@
+"""Put a plan on a model, in place, and take it off again.
+
+Everything hangs on module hooks: state_dict keys, ``repr`` and ``forward`` stay as they are. The hooks are two
+module-level functions that look their region up by module, so that a pickled or deep-copied model is simply plain.
+
+Known limits: a KeyboardInterrupt in the middle of forward leaves the region open until the model runs again; under
+``torch.compile`` and ``torch.func`` transforms regions run plain.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autoremat._errors import PlanError, PlanMismatch, UsageError
+from autoremat._plan import Plan, Region
+from autoremat._signature import model_signature
+from autoremat.runtime import _torch_compat as compat
+from autoremat.runtime._frame import Recipe, enter, leave, unwind
+from autoremat.runtime._module_state import ModuleWatch
+from autoremat.runtime._selective import OpTable
+
+Check = Literal["first", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedRegion:
+    """What a region did since `Applied.executed` was last read.
+
+    Attributes:
+        path: Module path.
+        number: Call number, None for every call.
+        num_calls: Forward calls that it was active in.
+        num_recomputes: How many of them were recomputed.
+        num_ops_run: Ops that ran in recompute; counted only where the region stores or skips ops.
+        num_outputs_stored: Stored outputs handed out in recompute.
+        num_ops_skipped: Ops that recompute left out.
+    """
+
+    path: str
+    number: int | None
+    num_calls: int
+    num_recomputes: int
+    num_ops_run: int
+    num_outputs_stored: int
+    num_ops_skipped: int
+
+
+class _Root:
+    """Counts forward passes of one applied model."""
+
+    __slots__ = ("forward_index",)
+
+    def __init__(self) -> None:
+        self.forward_index = 0
+
+
+@dataclass(slots=True)
+class _Attached:
+    """The regions of one module."""
+
+    recipes: dict[int | None, Recipe]
+    root: _Root
+    path: str
+    forward_index: int = -1
+    num_calls: int = 0
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def next_recipe(self) -> Recipe | None:
+        """The recipe of the call that starts now."""
+        if None in self.recipes:
+            return self.recipes[None]
+        if self.forward_index != self.root.forward_index:
+            self.forward_index, self.num_calls = self.root.forward_index, 0
+        number = self.num_calls
+        self.num_calls += 1
+        return self.recipes.get(number)
+
+
+_REGIONS: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
+_ROOTS: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
+
+
+def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a region's module."""
+    attached = _REGIONS.get(module)
+    if attached is None or torch.compiler.is_compiling():
+        return
+    if not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
+        return
+    recipe = attached.next_recipe()
+    if recipe is not None:
+        enter(recipe, module.forward, module, args, kwargs)
+
+
+def end_region(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of a region's module; runs after an exception, too."""
+    if not torch.compiler.is_compiling():
+        leave(module, failed=output is None)
+
+
+def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of the model."""
+    root = _ROOTS.get(module)
+    if root is not None:
+        root.forward_index += 1
+
+
+class Applied:
+    """A plan on a model. ``remove`` takes it off; leaving a ``with`` block does, too.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> with apply(model, Plan(regions=(Region("0"),))):
+        ...     model(torch.ones(1, 2)).sum().backward()
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, attached: list[_Attached], handle: RemovableHandle) -> None:
+        self.plan = plan
+        self._model = weakref.ref(model)
+        self._attached = attached
+        self._handle = handle
+        self._is_on = True
+
+    @property
+    def executed(self) -> tuple[ExecutedRegion, ...]:
+        """What each region did since this was last read."""
+        return tuple(self._take_counts())
+
+    def _take_counts(self) -> Iterator[ExecutedRegion]:
+        for attached in self._attached:
+            for number, recipe in attached.recipes.items():
+                yield ExecutedRegion(
+                    attached.path, number, recipe.num_calls, recipe.num_recomputes, recipe.num_ops_run,
+                    recipe.num_outputs_stored, recipe.num_ops_skipped,
+                )  # fmt: skip
+                recipe.reset_counts()
+
+    def remove(self) -> None:
+        """Make the model plain again. Steps whose forward has run still recompute in backward."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        self._handle.remove()
+        for attached in self._attached:
+            for handle in attached.handles:
+                handle.remove()
+        model = self._model()
+        if model is not None:
+            _ROOTS.pop(model, None)
+            for module in model.modules():
+                if _REGIONS.get(module) in self._attached:
+                    del _REGIONS[module]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        num_regions = sum(len(attached.recipes) for attached in self._attached)
+        return f"<Applied: {num_regions} regions, {'on' if self._is_on else 'removed'}>"
+
+
+def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
+    """Put a plan on a model, in place. Its state_dict keys, ``repr`` and own hooks stay as they are.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: A plan; see `Plan`.
+        check: When recomputed values are compared with those of forward, by checksum: in the "first" step, "always"
+            or "never".
+
+    Returns:
+        A handle that takes the plan off again and tells what was executed.
+
+    Raises:
+        PlanMismatch: If the plan was made for another model, or names a module that is not there.
+        PlanError: If the model has a plan already, or the plan contradicts itself.
+        UsageError: If ``check`` is none of the three.
+    """
+    if check not in ("first", "always", "never"):
+        raise UsageError(f"check is 'first', 'always' or 'never', not {check!r}.")
+    _check_model(model, plan)
+    root = _Root()
+    modules = _resolve_regions(model, plan)
+    attached = {
+        module: _Attached({r.number: _recipe(r, module, check) for r in regions}, root, regions[0].path)
+        for module, regions in modules.items()
+    }
+    _ROOTS[model] = root
+    handle = model.register_forward_pre_hook(start_model, prepend=True)
+    for module, entry in attached.items():
+        entry.handles = [
+            module.register_forward_pre_hook(start_region, with_kwargs=True),
+            module.register_forward_hook(end_region, prepend=True, with_kwargs=True, always_call=True),
+        ]
+        _REGIONS[module] = entry
+    return Applied(model, plan, list(attached.values()), handle)
+
+
+def _recipe(region: Region, module: nn.Module, check: Check) -> Recipe:
+    table = OpTable(region) if region.saved or region.skipped else None
+    watch = ModuleWatch(
+        [
+            (f"{region.path}.{name}" if name and region.path else name or region.path, m)
+            for name, m in module.named_modules()
+        ]
+    )
+    number = "" if region.number is None else f" call {region.number}"
+    return Recipe(f"Region {region.path!r}{number} ({type(module).__name__})", watch, table, check=check)
+
+
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"A plan is applied to a torch.nn.Module, not to {type(model).__name__}.")
+    if model in _ROOTS or any(module in _REGIONS for module in model.modules()):
+        raise PlanError(
+            f"{type(model).__name__} has a plan already. Call remove() on what the earlier apply returned, then apply."
+        )
+    if plan.model_signature and plan.model_signature != model_signature(model):
+        raise PlanMismatch(
+            f"The plan was made for {plan.model or 'another model'} with other parameters or buffers than this "
+            f"{type(model).__name__} (signature {plan.model_signature}, here {model_signature(model)}). "
+            "Make a plan for this model with autoremat.plan."
+        )
+
+
+def _resolve_regions(model: nn.Module, plan: Plan) -> dict[nn.Module, list[Region]]:
+    """Regions by module, children included."""
+    found: dict[nn.Module, list[Region]] = {}
+    for region, parent in _all_regions(plan.regions, None):
+        try:
+            module = model.get_submodule(region.path)
+        except AttributeError as error:
+            raise PlanMismatch(
+                f"The plan names the module {region.path!r}, which {type(model).__name__} does not have. "
+                "Make a plan for this model with autoremat.plan."
+            ) from error
+        if parent is not None and parent.path and not region.path.startswith(parent.path + "."):
+            raise PlanError(f"Region {region.path!r} is a child of {parent.path!r} and not inside it.")
+        same = found.setdefault(module, [])
+        if any(other.number == region.number or None in (other.number, region.number) for other in same):
+            raise PlanError(f"The plan names the module {region.path!r} twice for the same call. Keep one of them.")
+        same.append(region)
+    _refuse_overlap(plan.regions)
+    return found
+
+
+def _all_regions(regions: tuple[Region, ...], parent: Region | None) -> Iterator[tuple[Region, Region | None]]:
+    for region in regions:
+        yield region, parent
+        yield from _all_regions(region.children, region)
+
+
+def _refuse_overlap(regions: tuple[Region, ...]) -> None:
+    paths = {region.path for region in regions}
+    for region in regions:
+        parts = region.path.split(".") if region.path else []
+        ancestors = {".".join(parts[:i]) for i in range(len(parts))}
+        if shared := ancestors & paths:
+            raise PlanError(
+                f"Region {region.path!r} lies inside region {min(shared)!r}, and is not listed as its child. "
+                "Make it a child, or drop one of them."
+            )
+        _refuse_overlap(region.children)
+
+
+def abandon_open_regions() -> None:
+    """Close regions that a KeyboardInterrupt left open on this thread."""
+    unwind(0)

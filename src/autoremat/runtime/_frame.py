@@ -1,0 +1,511 @@
+"""One execution of a region: what it holds between forward and backward, and how it is recomputed.
+
+In forward, each tensor that autograd saves inside the region is replaced by an empty `Holder`. The first holder that
+backward opens makes its `Frame` run the region again; that fills all holders, in the order in which forward made
+them, and stops as soon as the last is full. A holder keeps its tensor until autograd releases the holder, so that
+retain_graph, several backwards and double backward see what they would see without a region.
+
+A region inside another holds nothing: when the outer one is recomputed, the inner forward runs again, and the inner
+frame takes its arguments and stored outputs from there.
+
+References: autograd -> holder -> frame -> arguments; frame -> holder is weak, so there are no cycles.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from autoremat._errors import RecomputeError
+from autoremat.runtime import _torch_compat as compat
+from autoremat.runtime._ambient import (
+    Flags,
+    RandomStates,
+    drawn_from,
+    flags_set,
+    generator_state,
+    random_set,
+    read_flags,
+    read_other_random,
+    read_torch_random,
+)
+from autoremat.runtime._checksum import checksum
+from autoremat.runtime._module_state import ModuleState, ModuleWatch, version_of
+from autoremat.runtime._selective import OpTable, Player, Recorder, StandIn, Store
+from autoremat.runtime._structure import Copier, loosen_unchanged, tighten
+
+
+class StopRecompute(BaseException):
+    """Leaves the user's forward once recompute has what it needs; not an Exception, so that nobody catches it."""
+
+
+class Recipe:
+    """What all executions of a region have in common.
+
+    Attributes:
+        name: For messages, ``"Region 'transformer.h.3' (GPT2Block)"``.
+        watch: State of its modules.
+        table: Planned op calls, None for a region that stores and skips none.
+        check: Whether recomputed values are compared: "first", "always" or "never".
+        preserve_rng_state: Whether recompute draws the random numbers that forward drew.
+        early_stop: Whether recompute stops once the last saved tensor is back.
+        num_calls: Executions in forward.
+        num_recomputes: Executions in backward.
+        num_ops_run: Ops that ran in recompute; counted in selective regions only.
+        num_outputs_stored: Stored outputs handed out.
+        num_ops_skipped: Ops left out.
+    """
+
+    __slots__ = (
+        "check", "early_stop", "name", "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored",
+        "num_recomputes", "other_random", "preserve_rng_state", "seen_first", "table", "watch",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        watch: ModuleWatch | None,
+        table: OpTable | None = None,
+        *,
+        check: str = "first",
+        preserve_rng_state: bool = True,
+        early_stop: bool = True,
+    ) -> None:
+        self.name = name
+        self.watch = watch
+        self.table = table
+        self.check = check
+        self.preserve_rng_state = preserve_rng_state
+        self.early_stop = early_stop
+        self.seen_first = False
+        self.other_random = True
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Start counting anew."""
+        self.num_calls = self.num_recomputes = 0
+        self.num_ops_run = self.num_outputs_stored = self.num_ops_skipped = 0
+
+
+class Holder:
+    """Stands for one saved tensor in autograd's graph."""
+
+    __slots__ = ("__weakref__", "frame", "value", "version")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+def unpack(holder: Holder) -> torch.Tensor:
+    """What autograd calls when backward needs a saved tensor."""
+    value = holder.value
+    if value is None:
+        holder.frame.recompute()
+        value = holder.value
+        if value is None:
+            raise RecomputeError(f"{holder.frame.recipe.name}: recompute did not bring a saved tensor back.")
+    if holder.version != version_of(value):
+        raise RecomputeError(
+            f"{holder.frame.recipe.name}: one of the variables needed for gradient computation has been modified by an "
+            "inplace operation inside the region. Plain autograd refuses this too; write the operation out of place."
+        )
+    return value
+
+
+class Entry:
+    """What forward saw when it started."""
+
+    __slots__ = ("args", "copier", "flags", "kwargs", "loose", "modules", "random", "versions")
+
+    def __init__(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.copier = copier = Copier()
+        self.args = tuple([copier.copy(arg, f"argument {i}") for i, arg in enumerate(args)])
+        self.kwargs = {key: copier.copy(arg, f"argument {key!r}") for key, arg in kwargs.items()}
+        self.versions = [version_of(tensor) for _, tensor in copier.tensors]
+        self.flags: Flags = read_flags()
+        self.modules: ModuleState | None = recipe.watch.read() if recipe.watch is not None else None
+        self.random: RandomStates = []
+        self.loose: list[Any] = []
+        if recipe.preserve_rng_state:
+            self.random = read_torch_random([tensor for _, tensor in copier.tensors])
+            if recipe.other_random:
+                self.random += read_other_random()
+            for generator in copier.generators:
+                self.random += generator_state(generator)
+
+    def finish(self, recipe: Recipe) -> None:
+        """When forward ends: keep only what recompute needs."""
+        self.random = drawn_from(self.random)
+        if self.modules is not None and recipe.watch is not None:
+            recipe.watch.finish(self.modules)
+        if self.copier.parts:
+            self.loose = loosen_unchanged(self.copier)
+            named = [(n, t) for n, t in self.copier.tensors if not any(t is r() for *_, r in self.loose)]
+            self.versions = [
+                v
+                for (_, t), v in zip(self.copier.tensors, self.versions, strict=True)
+                if not any(t is r() for *_, r in self.loose)
+            ]
+            self.copier.tensors, self.copier.parts, self.copier._memo = named, [], {}
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse arguments, parameters and buffers that are no longer what forward saw."""
+        for (name, tensor), version in zip(self.copier.tensors, self.versions, strict=True):
+            if version_of(tensor) != version:
+                raise RecomputeError(
+                    f"{recipe.name}: {name} has been modified by an inplace operation since the region's forward "
+                    f"started (version {version}, now {version_of(tensor)}); recompute would use the new value. "
+                    "Write the operation out of place, or take the region out of the plan."
+                )
+        if self.modules is not None and recipe.watch is not None:
+            recipe.watch.check(self.modules, recipe.name)
+
+
+class Frame:
+    """One execution of a region in forward, and its recompute."""
+
+    __slots__ = (
+        "__weakref__", "changed", "children", "constants", "entry", "expected", "fn", "holders", "is_closed", "is_done",
+        "lock", "parent", "recipe", "store", "sums",
+    )  # fmt: skip
+
+    def __init__(self, recipe: Recipe, fn: Callable[..., Any], parent: Frame | None) -> None:
+        self.recipe = recipe
+        self.fn: Callable[..., Any] | None = fn
+        self.parent = parent
+        self.entry: Entry | None = None
+        self.store: Store | None = None
+        self.holders: list[weakref.ref[Holder]] = []
+        self.expected: list[tuple[Any, torch.dtype]] = []
+        self.sums: list[int | None] | None = None
+        self.constants: Collection[int] = ()
+        self.changed: set[tuple[int, str]] = set()
+        self.children: list[weakref.ref[Frame]] = []
+        self.is_closed = self.is_done = False
+        self.lock = threading.RLock()
+
+    def pack(self, tensor: torch.Tensor) -> Holder:
+        """What autograd calls in forward for a tensor that it saves."""
+        holder = Holder(self)
+        self.holders.append(weakref.ref(holder))
+        self.expected.append((tensor.shape, tensor.dtype))
+        if self.sums is not None:
+            self.sums.append(checksum(tensor, self.constants))
+        return holder
+
+    def recompute(self) -> None:
+        """Run the region again and fill the holders."""
+        with self.lock:
+            if self.is_done:
+                return
+            if self.entry is None and self.parent is not None:
+                self.parent.recompute()
+            if self.entry is None:
+                raise RecomputeError(
+                    f"{self.recipe.name}: the region around it did not run it in recompute. The outer module's forward "
+                    "took another path; take one of the two out of the plan."
+                )
+            Replay(self).run()
+            self.recipe.seen_first = True
+            if self.is_closed:
+                self.release()
+
+    def release(self) -> None:
+        """Let go of everything but the holders."""
+        self.is_done = True
+        self.entry = self.store = self.fn = None
+        self.sums = None
+
+
+class Active:
+    """A region whose forward is running, on this thread's stack."""
+
+    __slots__ = ("frame", "has_hooks", "is_rerun", "mode", "owner")
+
+    def __init__(self, frame: Frame | None, owner: object, *, is_rerun: bool = False) -> None:
+        self.frame = frame
+        self.owner = owner
+        self.is_rerun = is_rerun
+        self.has_hooks = False
+        self.mode: Recorder | None = None
+
+    def close(self) -> None:
+        """Pop this region's hooks and mode."""
+        if self.mode is not None:
+            compat.pop_dispatch_mode()
+        if self.has_hooks:
+            compat.pop_hooks()
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.items: list[Active | Replay] = []
+
+
+_STACK = _Stack()
+
+
+def active_regions() -> list[Active | Replay]:
+    """Regions running on this thread, outermost first."""
+    return _STACK.items
+
+
+def unwind(depth: int) -> None:
+    """Close what an exception left open above this depth."""
+    items = _STACK.items
+    while len(items) > depth:
+        items.pop().close()
+
+
+def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Start a region; `leave` must follow, whatever happens in between."""
+    items = _STACK.items
+    top = items[-1] if items else None
+    if isinstance(top, Replay):
+        active = top.next_child(recipe, owner)
+    elif top is not None and (top.is_rerun or top.frame is None):
+        active = Active(None, owner)
+    else:
+        parent = top.frame if top is not None else None
+        frame = Frame(recipe, fn, parent)
+        if parent is not None:
+            parent.children.append(weakref.ref(frame))
+        recipe.num_calls += 1
+        if recipe.check == "always" or (recipe.check == "first" and not recipe.seen_first):
+            frame.sums = []
+        active = Active(frame, owner)
+    if active.frame is not None:
+        _start(active, active.frame, fn, args, kwargs)
+    elif isinstance(top, Replay):
+        compat.push_hooks(_drop, unpack)
+        active.has_hooks = True
+    items.append(active)
+    if isinstance(top, Replay) and recipe.table is None:
+        top.stop_if_satisfied()
+
+
+def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    recipe = frame.recipe
+    frame.fn = fn
+    frame.entry = entry = Entry(recipe, args, kwargs)
+    if active.is_rerun and entry.modules is not None:
+        entry.modules.changed |= frame.changed
+    if frame.sums is not None and entry.modules is not None and recipe.watch is not None:
+        frame.constants = recipe.watch.addresses(entry.modules)
+    compat.push_hooks(_drop if active.is_rerun else frame.pack, unpack)
+    active.has_hooks = True
+    if recipe.table is not None:
+        frame.store = Store()
+        active.mode = Recorder(recipe.table, frame.store)
+        compat.push_dispatch_mode(active.mode)
+
+
+def leave(owner: object, *, failed: bool = False) -> None:
+    """End the innermost region of this owner.
+
+    Args:
+        owner: What `enter` was given.
+        failed: Whether forward raised an exception.
+    """
+    items = _STACK.items
+    active = items[-1] if items else None
+    if not isinstance(active, Active) or active.owner is not owner:
+        return
+    items.pop()
+    active.close()
+    frame = active.frame
+    if frame is None:
+        return
+    if failed:
+        frame.release()
+        return
+    _finish(frame, active)
+    if items and isinstance(items[-1], Replay):
+        items[-1].stop_if_satisfied()
+
+
+def _finish(frame: Frame, active: Active) -> None:
+    recipe, entry = frame.recipe, frame.entry
+    assert entry is not None
+    entry.finish(recipe)
+    if frame.store is not None:
+        frame.store.seal()
+    if active.is_rerun:
+        return
+    frame.is_closed = True
+    frame.constants = ()
+    recipe.other_random = any(not isinstance(state[2], torch.Tensor) for state in entry.random)
+    if not frame.holders and not frame.children:
+        frame.release()
+    elif frame.parent is not None:
+        frame.changed = entry.modules.changed if entry.modules is not None else set()
+        frame.entry = frame.store = frame.fn = None
+
+
+class Replay:
+    """The region running again in backward."""
+
+    __slots__ = ("_base", "_child", "_children_left", "_error", "_frame", "_index", "_last", "_mode")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._index = 0
+        self._child = 0
+        alive = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
+        self._last = alive[-1] if alive else -1
+        self._children_left = sum((child := ref()) is not None and not child.is_done for ref in frame.children)
+        self._error: Exception | None = None
+        self._mode: Player | None = None
+        self._base = 0
+
+    def close(self) -> None:
+        """Pop hooks and mode."""
+        if self._mode is not None:
+            compat.pop_dispatch_mode()
+        compat.pop_hooks()
+
+    def run(self) -> None:
+        """Run it, up to the last saved tensor."""
+        frame = self._frame
+        recipe, entry = frame.recipe, frame.entry
+        assert entry is not None
+        entry.check(recipe)
+        recipe.num_recomputes += 1
+        with ExitStack() as stack:
+            stack.enter_context(flags_set(entry.flags))
+            if entry.random:
+                stack.enter_context(random_set(entry.random))
+            if entry.modules is not None and recipe.watch is not None:
+                stack.enter_context(recipe.watch.restored(entry.modules, keep=not frame.is_closed))
+            tighten(entry.loose)
+            self._execute(entry)
+        if self._error is not None:
+            raise self._error
+        self._check_complete()
+
+    def _execute(self, entry: Entry) -> None:
+        frame, items = self._frame, _STACK.items
+        fn = frame.fn
+        assert fn is not None
+        self._base = len(items)
+        compat.push_hooks(self.pack, _identity)
+        if frame.recipe.table is not None and frame.store is not None:
+            self._mode = Player(frame.recipe.table, frame.store, frame.recipe.name)
+            compat.push_dispatch_mode(self._mode)
+        items.append(self)
+        try:
+            fn(*entry.args, **entry.kwargs)
+        except StopRecompute as stop:
+            if stop.args[0] is not self:
+                raise
+        finally:
+            unwind(self._base)
+            self._count()
+
+    def _count(self) -> None:
+        mode, recipe = self._mode, self._frame.recipe
+        if mode is not None:
+            recipe.num_ops_run += mode.num_run
+            recipe.num_ops_skipped += mode.num_skipped
+            recipe.num_outputs_stored += mode.num_stored
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What autograd calls for a tensor that it saves: the next holder gets it."""
+        frame, index = self._frame, self._index
+        self._index = index + 1
+        if index < len(frame.holders):
+            holder = frame.holders[index]()
+            if frame.expected[index] != (tensor.shape, tensor.dtype):
+                self._refuse_shape(index, tensor)
+            if holder is not None and holder.value is None:
+                if isinstance(tensor, StandIn):
+                    self._refuse(f"backward needs {tensor!r}. The plan does not fit; make it again with this batch.")
+                if frame.sums is not None and index < len(frame.sums):
+                    self._compare(index, tensor)
+                holder.value, holder.version = tensor, version_of(tensor)
+        elif frame.is_closed:
+            self._refuse(
+                f"forward saved {len(frame.holders)} tensors for backward, recompute saves more. Its forward took "
+                "another path; make the choice once and pass it in, or take the region out of the plan."
+            )
+        self.stop_if_satisfied()
+        return tensor
+
+    def stop_if_satisfied(self) -> None:
+        """Leave forward if nothing more is needed."""
+        if self._index > self._last and self._children_left == 0 and self._frame.recipe.early_stop:
+            raise StopRecompute(self)
+
+    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+        sums = self._frame.sums
+        assert sums is not None
+        if sums[index] is not None and sums[index] != checksum(tensor):
+            self._refuse(
+                f"saved tensor {index} ({tensor.dtype}, {list(tensor.shape)}) has other values in recompute than in "
+                "forward. Its forward depends on something that recompute cannot restore (a global, a side channel, "
+                "a context manager, a nondeterministic kernel); pass it in as an argument, or take the region out of "
+                "the plan."
+            )
+
+    def _refuse_shape(self, index: int, tensor: torch.Tensor) -> None:
+        shape, dtype = self._frame.expected[index]
+        self._refuse(
+            f"saved tensor {index} was {dtype} {list(shape)} in forward and is {tensor.dtype} {list(tensor.shape)} in "
+            "recompute. Its forward took another path; make the choice once and pass it in, or take the region out of "
+            "the plan."
+        )
+
+    def _refuse(self, cause: str) -> None:
+        # Kept as well as raised: the user's forward may catch it.
+        self._error = RecomputeError(f"{self._frame.recipe.name}: {cause}")
+        raise self._error
+
+    def next_child(self, recipe: Recipe, owner: object) -> Active:
+        """A region inside this one starts: connect it with the frame that forward made."""
+        frame, index = self._frame, self._child
+        self._child = index + 1
+        if index >= len(frame.children):
+            self._refuse(f"{recipe.name} runs in recompute, not in forward. Take one of them out of the plan.")
+        child = frame.children[index]()
+        if child is None or child.is_done:
+            return Active(None, owner, is_rerun=True)
+        if child.recipe is not recipe:
+            self._refuse(f"{recipe.name} runs where {child.recipe.name} ran in forward. Its forward took another path.")
+        self._children_left -= 1
+        return Active(child, owner, is_rerun=True)
+
+    def _check_complete(self) -> None:
+        frame = self._frame
+        missing = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
+        if missing:
+            self._refuse(
+                f"forward saved {len(frame.holders)} tensors for backward, recompute saved {self._index}. Its forward "
+                "took another path; make the choice once and pass it in, or take the region out of the plan."
+            )
+
+
+def _identity(tensor: Any) -> Any:
+    return tensor
+
+
+def _drop(_tensor: torch.Tensor) -> Holder:
+    """What autograd calls in an inner region while the outer one is recomputed: the real holders exist already."""
+    return _NO_HOLDER
+
+
+class _NoFrame(Frame):
+    def recompute(self) -> None:
+        raise RecomputeError(
+            f"{self.recipe.name}: torch.autograd.grad inside nested regions is not supported. "
+            "Take the inner region out of the plan."
+        )
+
+
+_NO_HOLDER = Holder(_NoFrame(Recipe("A region inside another", None), _identity, None))

@@ -1,0 +1,413 @@
+"""Op by op inside a region: store outputs in forward, hand them out in recompute, leave ops out.
+
+One dispatch mode is active inside a selective region, `Recorder` in forward and `Player` in recompute. Both walk the
+same `OpTable`: for each planned operator, what to do at which occurrence. Other ops run at once.
+
+An op that recompute leaves out and whose output is not stored yields a `StandIn`: right metadata, no data. An op
+that would read one is refused by name.
+
+Known limit: generators passed to a skipped random op by hand are not followed, only torch's default ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoremat._errors import PlanError, RecomputeError
+from autoremat._plan import UNCOUNTED_OPS, Region
+from autoremat.runtime._ambient import RandomStates, read_torch_random
+from autoremat.runtime._module_state import version_of
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+@dataclass(slots=True)
+class Planned:
+    """What to do with one op call.
+
+    Attributes:
+        saved: Which of its tensor outputs are stored, in order.
+        is_skipped: Whether recompute leaves it out.
+    """
+
+    saved: tuple[int, ...] = ()
+    is_skipped: bool = False
+
+
+@dataclass(slots=True)
+class Operator:
+    """A planned, random or uncounted operator and its place in the count.
+
+    Attributes:
+        name: Operator with overload.
+        slot: Index of its counter.
+        calls: Planned calls by occurrence.
+        is_random: Whether it draws random numbers.
+        is_uncounted: Whether forward and recompute may run it a different number of times.
+        is_cast: Whether it may be autocast's cast of a parameter, which is not counted either.
+        returns_argument: Index of the argument that it returns (in-place ops), None if it makes a new tensor.
+    """
+
+    name: str
+    slot: int
+    calls: dict[int, Planned]
+    is_random: bool
+    is_uncounted: bool = False
+    is_cast: bool = False
+    returns_argument: int | None = None
+
+
+class OpTable(dict[Any, "Operator | None"]):
+    """Planned calls by operator; other operators are looked at once and mapped to None unless they need care."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.num_slots = 0
+        self.has_skipped_random = False
+        planned: dict[str, dict[int, Planned]] = {}
+        for output in region.saved:
+            call = planned.setdefault(output.op, {}).setdefault(output.occurrence, Planned())
+            call.saved = tuple(sorted({*call.saved, output.output}))
+        for skipped in region.skipped:
+            planned.setdefault(skipped.op, {}).setdefault(skipped.occurrence, Planned()).is_skipped = True
+        self.num_planned = sum(len(calls) for calls in planned.values())
+        for name in UNCOUNTED_OPS:
+            operator = _resolve(name, region.path)
+            self[operator] = Operator(name, 0, {}, is_random=False, is_uncounted=True)
+        for name, calls in planned.items():
+            if name in UNCOUNTED_OPS:
+                raise PlanError(f"Region {region.path!r}: {name} cannot be stored or skipped. Make the plan again.")
+            self._add(_resolve(name, region.path), calls)
+        if _TO_COPY not in self:
+            self._add(_TO_COPY, {})
+
+    def _add(self, operator: Any, calls: dict[int, Planned]) -> Operator:
+        is_random = torch.Tag.nondeterministic_seeded in operator.tags
+        self.num_slots += 1
+        self.has_skipped_random |= is_random and any(call.is_skipped or call.saved for call in calls.values())
+        entry = Operator(
+            str(operator), self.num_slots, calls, is_random=is_random, is_cast=operator is _TO_COPY,
+            returns_argument=_returned_argument(operator),
+        )  # fmt: skip
+        self[operator] = entry
+        return entry
+
+    def __missing__(self, operator: Any) -> Operator | None:
+        if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and self.has_skipped_random:
+            return self._add(operator, {})
+        self[operator] = None
+        return None
+
+
+def _resolve(name: str, path: str) -> Any:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise PlanError(
+            f"Region {path!r} names the operator {name}, which this torch ({torch.__version__}) does not have. "
+            "Make the plan again with this version, or import the library that defines the operator."
+        )
+    return found
+
+
+def _returned_argument(operator: Any) -> int | None:
+    """Which argument an in-place op returns."""
+    schema = operator._schema
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or not schema.returns[0].alias_info.is_write:
+        return None
+    names = schema.returns[0].alias_info.before_set
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == names:
+            return index
+    return None
+
+
+@dataclass(slots=True)
+class Shape:
+    """Metadata of an output that is not stored."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+
+@dataclass(slots=True)
+class Stored:
+    """An output that is stored, and its version when the region ended."""
+
+    tensor: torch.Tensor
+    version: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """What forward noted about one planned op call.
+
+    Attributes:
+        position: How many counted ops came before it in the region.
+        outputs: For each output: `Stored`, `Shape`, or the value itself where it is no tensor; None if it was stored
+            nowhere because the call returns its argument.
+        container: Type of the op's result if it is a tuple or list.
+    """
+
+    position: int
+    outputs: list[Any]
+    container: type | None
+
+
+class Store:
+    """What forward leaves for recompute.
+
+    Attributes:
+        records: By slot of the operator and occurrence.
+        random_after: Random states to set before a random op that follows skipped ones, by its position.
+    """
+
+    __slots__ = ("random_after", "records")
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[int, int], Record] = {}
+        self.random_after: dict[int, RandomStates] = {}
+
+    def stored(self) -> list[Stored]:
+        """Every stored output."""
+        return [o for record in self.records.values() for o in record.outputs if isinstance(o, Stored)]
+
+    def seal(self) -> None:
+        """At the end of the region: note the versions that stored outputs must keep."""
+        for output in self.stored():
+            output.version = version_of(output.tensor)
+
+
+def _is_parameter_cast(args: tuple[Any, ...]) -> bool:
+    return isinstance(args[0], torch.nn.Parameter)
+
+
+def _note(output: Any, index: int, saved: tuple[int, ...]) -> Any:
+    if not isinstance(output, torch.Tensor):
+        return output
+    if index in saved:
+        return Stored(output.detach())
+    return Shape(tuple(output.shape), output.stride(), output.dtype, output.device, int(output.storage_offset()))
+
+
+class _Mode(TorchDispatchMode):
+    """A mode that torch does not wrap: the wrapper guards against torch.compile, under which no region runs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Recorder(_Mode):
+    """Runs every op and notes the planned ones."""
+
+    def __init__(self, table: OpTable, store: Store) -> None:
+        self.table = table
+        self.store = store
+        self.position = 0
+        self.counts = [0] * (table.num_slots + 1)
+        self.pending: RandomStates | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        entry = self.table[func]
+        if entry is not None:
+            return self._planned(entry, func, args, kwargs or {})
+        self.position += 1
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _planned(self, entry: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if entry.is_uncounted or (entry.is_cast and _is_parameter_cast(args)):
+            return func(*args, **kwargs)
+        position = self.position
+        self.position = position + 1
+        occurrence = self._count(entry.slot)
+        call = entry.calls.get(occurrence)
+        if call is None:
+            if entry.is_random and self.pending is not None:
+                self.store.random_after[position] = self.pending
+                self.pending = None
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._keep(entry, call, (entry.slot, occurrence), position, result)
+        return result
+
+    def _count(self, slot: int) -> int:
+        counts = self.counts
+        while slot >= len(counts):
+            counts.append(0)
+        occurrence = counts[slot]
+        counts[slot] = occurrence + 1
+        return occurrence
+
+    def _keep(self, entry: Operator, call: Planned, key: tuple[int, int], position: int, result: Any) -> None:
+        container = type(result) if isinstance(result, (tuple, list)) else None
+        outputs: list[Any] = []
+        if entry.returns_argument is None or call.saved:
+            num_tensors = 0
+            for output in result if container is not None else (result,):
+                outputs.append(_note(output, num_tensors, call.saved))
+                num_tensors += isinstance(output, torch.Tensor)
+        self.store.records[key] = Record(position, outputs, container)
+        if entry.is_random and self.table.has_skipped_random:
+            tensors = [o.tensor for o in outputs if isinstance(o, Stored)]
+            self.pending = read_torch_random(tensors)
+
+
+class Player(_Mode):
+    """Hands out stored outputs and leaves skipped ops out.
+
+    Attributes:
+        num_run: Ops that ran.
+        num_stored: Stored outputs handed out.
+        num_skipped: Ops left out.
+    """
+
+    def __init__(self, table: OpTable, store: Store, region: str) -> None:
+        self.table = table
+        self.store = store
+        self.region = region
+        self.position = 0
+        self.counts = [0] * (table.num_slots + 1)
+        self.num_run = self.num_stored = self.num_skipped = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        entry = self.table[func]
+        if entry is not None:
+            return self._planned(entry, func, args, kwargs or {})
+        self.position += 1
+        self.num_run += 1
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _planned(self, entry: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if entry.is_uncounted or (entry.is_cast and _is_parameter_cast(args)):
+            return func(*args, **kwargs)
+        position = self.position
+        self.position = position + 1
+        counts = self.counts
+        while entry.slot >= len(counts):
+            counts.append(0)
+        occurrence = counts[entry.slot]
+        counts[entry.slot] = occurrence + 1
+        call = entry.calls.get(occurrence)
+        if call is None:
+            states = self.store.random_after.get(position) if entry.is_random else None
+            for write, _, state in states or ():
+                write(state)
+            self.num_run += 1
+            return func(*args, **kwargs)
+        record = self.store.records.get((entry.slot, occurrence))
+        if record is None or record.position != position:
+            self._refuse_order(entry, occurrence, position, record)
+        return self._hand_out(entry, call, record, (func, args, kwargs))
+
+    def _hand_out(self, entry: Operator, call: Planned, record: Record, run: tuple[Any, Any, dict[str, Any]]) -> Any:
+        func, args, kwargs = run
+        if not record.outputs:
+            self.num_skipped += 1
+            return _argument(entry.returns_argument, func, args, kwargs)
+        if not call.is_skipped and any(isinstance(output, Shape) for output in record.outputs):
+            self.num_run += 1
+            real = func(*args, **kwargs)
+            fresh = list(real) if record.container is not None else [real]
+            self.num_stored += len(call.saved)
+            outputs = [
+                self._handed(output, entry) if isinstance(output, Stored) else value
+                for output, value in zip(record.outputs, fresh, strict=True)
+            ]
+        else:
+            self.num_skipped += 1
+            self.num_stored += len(call.saved)
+            outputs = [self._handed(output, entry) for output in record.outputs]
+        return outputs[0] if record.container is None else record.container(outputs)
+
+    def _handed(self, output: Any, entry: Operator) -> Any:
+        if isinstance(output, Stored):
+            if version_of(output.tensor) != output.version:
+                raise RecomputeError(
+                    f"{self.region}: the stored output of {entry.name} has been modified by an inplace operation since "
+                    "the region ended. Keep the operation inside the region, write it out of place, or plan again "
+                    "without this saved output."
+                )
+            return output.tensor.detach()
+        return StandIn(output, entry.name, self.region) if isinstance(output, Shape) else output
+
+    def _refuse_order(self, entry: Operator, occurrence: int, position: int, record: Record | None) -> NoReturn:
+        found = "did not run in forward" if record is None else f"was op {record.position} of the region in forward"
+        raise RecomputeError(
+            f"{self.region}: recompute took another path: call {occurrence} of {entry.name} {found} and is op "
+            f"{position} in recompute. Its forward depends on something that changes between forward and backward; "
+            "take it out of the plan, or make the choice once and pass it in."
+        )
+
+
+def _argument(index: int | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if index is None:
+        return None
+    return args[index] if index < len(args) else kwargs[func._schema.arguments[index].name]
+
+
+class StandIn(torch.Tensor):
+    """The output of a skipped op: size, stride, dtype and device, but no data."""
+
+    _origin: str
+    _region: str
+
+    @staticmethod
+    def __new__(cls, shape: Shape, origin: str, region: str) -> Self:
+        tensor: Self = torch.Tensor._make_wrapper_subclass(
+            cls, shape.size, strides=shape.stride, storage_offset=shape.offset, dtype=shape.dtype, device=shape.device
+        )
+        tensor._origin, tensor._region = origin, region
+        return tensor
+
+    def __init__(self, shape: Shape, origin: str, region: str) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<output of {self._origin}, which recompute left out>"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0] if args else None
+        if func in _METADATA_READERS and isinstance(first, StandIn):
+            return NotImplemented
+        if not isinstance(first, StandIn) or not _is_view(func):
+            source = next((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, StandIn)), None)
+            origin, region = (source._origin, source._region) if source is not None else ("a skipped op", "A region")
+            raise RecomputeError(
+                f"{region}: {func} reads the output of {origin}, which the plan leaves out of recompute. "
+                "The plan does not fit this run of the module; make it again with this batch."
+            )
+        meta = func(_on_meta(first), *args[1:], **(kwargs or {}))
+        if isinstance(meta, (list, tuple)):
+            return type(meta)([cls._like(part, first) for part in meta])
+        return cls._like(meta, first)
+
+    @classmethod
+    def _like(cls, meta: torch.Tensor, source: StandIn) -> StandIn:
+        shape = Shape(tuple(meta.shape), meta.stride(), meta.dtype, source.device, int(meta.storage_offset()))
+        return cls(shape, source._origin, source._region)
+
+
+_METADATA_READERS = frozenset({torch.ops.prim.device.default})
+
+
+def _on_meta(stand_in: StandIn) -> torch.Tensor:
+    base = torch.empty((), dtype=stand_in.dtype, device="meta")
+    return base.as_strided(stand_in.shape, stand_in.stride(), stand_in.storage_offset())
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an op only makes views of its first argument."""
+    if func is torch.ops.aten.detach.default or func is torch.ops.aten._unsafe_view.default:
+        return True
+    alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return alias is not None and not alias.is_write

@@ -1,0 +1,90 @@
+"""The one home of private torch symbols, each with why it is here and what would free us of it.
+
+Checked on torch 2.10 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._autograd import (
+    # The public saved_tensors_hooks does the same at three times the cost; freed by a faster context manager.
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+)
+from torch._subclasses.fake_tensor import FakeTensor  # no public test for "has no data"
+
+# Entering a TorchDispatchMode keeps books for torch.compile, which a region never runs under; a mode pushed
+# bare costs a tenth. Freed by a cheap public way to enter a mode.
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+__all__ = [
+    "DefaultHook",
+    "dispatch_modes_active",
+    "function_modes",
+    "has_no_data",
+    "pop_dispatch_mode",
+    "pop_hooks",
+    "push_dispatch_mode",
+    "push_hooks",
+    "replace_function_modes",
+    "sdpa_flags",
+    "transforms_or_tracing_active",
+    "unobserved",
+]
+
+DefaultHook = Callable[[Any], Any]
+
+push_hooks: Callable[[DefaultHook, DefaultHook], None] = _push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _pop_saved_tensors_default_hooks
+push_dispatch_mode: Callable[[Any], None] = _push_mode
+pop_dispatch_mode: Callable[[], Any] = _pop_mode
+
+# torch.func transforms refuse saved-tensor hooks; torch.jit traces would record them. No public test for either.
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def transforms_or_tracing_active() -> bool:
+    """Whether a ``torch.func`` transform or ``torch.jit`` tracing is running."""
+    return _transforms_active() or _tracing_state() is not None
+
+
+def function_modes() -> tuple[Any, ...]:
+    """Active function modes, outermost first (``torch.set_default_device`` is one). No public accessor."""
+    num_modes = _num_function_modes()
+    return tuple(torch._C._get_function_stack_at(i) for i in range(num_modes)) if num_modes else ()
+
+
+def replace_function_modes(modes: tuple[Any, ...]) -> None:
+    """Make these the active function modes."""
+    for _ in range(_num_function_modes()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Run ops that no mode sees or changes: they are no part of the user's program. No public switch for modes."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has shape and dtype but no values (fake or meta)."""
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+
+
+# The public readers of these flags are the same functions; the public setters are context managers that warn.
+sdpa_flags: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
