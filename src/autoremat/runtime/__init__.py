@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from autoremat.runtime._attach import Applied, ExecutedRegion, apply
+from autoremat.runtime._checkpoint import checkpoint, checkpoint_sequential
 
-__all__ = ["Applied", "ExecutedRegion", "apply"]
+__all__ = ["Applied", "ExecutedRegion", "apply", "checkpoint", "checkpoint_sequential"]

@@ -208,12 +208,7 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
 
 def _recipe(region: Region, module: nn.Module, check: Check) -> Recipe:
     table = OpTable(region) if region.saved or region.skipped else None
-    watch = ModuleWatch(
-        [
-            (f"{region.path}.{name}" if name and region.path else name or region.path, m)
-            for name, m in module.named_modules()
-        ]
-    )
+    watch = ModuleWatch([(region.path, module)])
     number = "" if region.number is None else f" call {region.number}"
     return Recipe(f"Region {region.path!r}{number} ({type(module).__name__})", watch, table, check=check)
 

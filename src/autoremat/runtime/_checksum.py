@@ -49,7 +49,8 @@ def _hash(tensor: torch.Tensor) -> int:
 def _contiguous_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.is_contiguous():
         return [tensor]
-    order = sorted(range(tensor.dim()), key=lambda axis: int(tensor.stride(axis)), reverse=True)
+    strides: tuple[int, ...] = tensor.stride()
+    order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
     tensor = tensor.permute(order)
     if tensor.is_contiguous():
         return [tensor]

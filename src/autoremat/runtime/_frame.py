@@ -36,12 +36,28 @@ from autoremat.runtime._ambient import (
 )
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._module_state import ModuleState, ModuleWatch, version_of
+from autoremat.runtime._other_random import fingerprint
 from autoremat.runtime._selective import OpTable, Player, Recorder, StandIn, Store
 from autoremat.runtime._structure import Copier, loosen_unchanged, tighten
 
 
 class StopRecompute(BaseException):
     """Leaves the user's forward once recompute has what it needs; not an Exception, so that nobody catches it."""
+
+
+class Learned:
+    """What earlier executions of the same code have shown.
+
+    Attributes:
+        is_checked: Whether recomputed values were compared once and agreed.
+        other_random: Whether an execution drew from Python's or NumPy's random numbers; None until one has ended.
+    """
+
+    __slots__ = ("__weakref__", "is_checked", "other_random")
+
+    def __init__(self) -> None:
+        self.is_checked = False
+        self.other_random: bool | None = None
 
 
 class Recipe:
@@ -54,6 +70,8 @@ class Recipe:
         check: Whether recomputed values are compared: "first", "always" or "never".
         preserve_rng_state: Whether recompute draws the random numbers that forward drew.
         early_stop: Whether recompute stops once the last saved tensor is back.
+        compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
+        error: What to raise if recompute comes out differently.
         num_calls: Executions in forward.
         num_recomputes: Executions in backward.
         num_ops_run: Ops that ran in recompute; counted in selective regions only.
@@ -62,8 +80,8 @@ class Recipe:
     """
 
     __slots__ = (
-        "check", "early_stop", "name", "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored",
-        "num_recomputes", "other_random", "preserve_rng_state", "seen_first", "table", "watch",
+        "check", "compares_shapes", "early_stop", "error", "learned", "name", "num_calls", "num_ops_run",
+        "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state", "table", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +93,7 @@ class Recipe:
         check: str = "first",
         preserve_rng_state: bool = True,
         early_stop: bool = True,
+        learned: Learned | None = None,
     ) -> None:
         self.name = name
         self.watch = watch
@@ -82,8 +101,9 @@ class Recipe:
         self.check = check
         self.preserve_rng_state = preserve_rng_state
         self.early_stop = early_stop
-        self.seen_first = False
-        self.other_random = True
+        self.compares_shapes = True
+        self.error: type[RecomputeError] = RecomputeError
+        self.learned = learned if learned is not None else Learned()
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -122,7 +142,7 @@ def unpack(holder: Holder) -> torch.Tensor:
 class Entry:
     """What forward saw when it started."""
 
-    __slots__ = ("args", "copier", "flags", "kwargs", "loose", "modules", "random", "versions")
+    __slots__ = ("args", "copier", "fingerprint", "flags", "flaw", "kwargs", "loose", "modules", "random", "versions")
 
     def __init__(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.copier = copier = Copier()
@@ -133,9 +153,11 @@ class Entry:
         self.modules: ModuleState | None = recipe.watch.read() if recipe.watch is not None else None
         self.random: RandomStates = []
         self.loose: list[Any] = []
+        self.flaw = ""
+        self.fingerprint = fingerprint() if recipe.learned.other_random is False else None
         if recipe.preserve_rng_state:
             self.random = read_torch_random([tensor for _, tensor in copier.tensors])
-            if recipe.other_random:
+            if recipe.learned.other_random is not False:
                 self.random += read_other_random()
             for generator in copier.generators:
                 self.random += generator_state(generator)
@@ -143,6 +165,17 @@ class Entry:
     def finish(self, recipe: Recipe) -> None:
         """When forward ends: keep only what recompute needs."""
         self.random = drawn_from(self.random)
+        learned = recipe.learned
+        if self.fingerprint is None:
+            learned.other_random = bool(learned.other_random) or any(
+                not isinstance(state, torch.Tensor) for _, _, state in self.random
+            )
+        elif recipe.preserve_rng_state and self.fingerprint != fingerprint():
+            learned.other_random = True
+            self.flaw = (
+                "forward drew from Python's or NumPy's random numbers for the first time, so that their state from "
+                "before is not known. Run the step again: from now on it is stored."
+            )
         if self.modules is not None and recipe.watch is not None:
             recipe.watch.finish(self.modules)
         if self.copier.parts:
@@ -157,6 +190,8 @@ class Entry:
 
     def check(self, recipe: Recipe) -> None:
         """Refuse arguments, parameters and buffers that are no longer what forward saw."""
+        if self.flaw:
+            raise RecomputeError(f"{recipe.name}: {self.flaw}")
         for (name, tensor), version in zip(self.copier.tensors, self.versions, strict=True):
             if version_of(tensor) != version:
                 raise RecomputeError(
@@ -213,7 +248,7 @@ class Frame:
                     "took another path; take one of the two out of the plan."
                 )
             Replay(self).run()
-            self.recipe.seen_first = True
+            self.recipe.learned.is_checked = True
             if self.is_closed:
                 self.release()
 
@@ -278,7 +313,7 @@ def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any
         if parent is not None:
             parent.children.append(weakref.ref(frame))
         recipe.num_calls += 1
-        if recipe.check == "always" or (recipe.check == "first" and not recipe.seen_first):
+        if recipe.check == "always" or (recipe.check == "first" and not recipe.learned.is_checked):
             frame.sums = []
         active = Active(frame, owner)
     if active.frame is not None:
@@ -341,7 +376,6 @@ def _finish(frame: Frame, active: Active) -> None:
         return
     frame.is_closed = True
     frame.constants = ()
-    recipe.other_random = any(not isinstance(state[2], torch.Tensor) for state in entry.random)
     if not frame.holders and not frame.children:
         frame.release()
     elif frame.parent is not None:
@@ -422,7 +456,7 @@ class Replay:
         self._index = index + 1
         if index < len(frame.holders):
             holder = frame.holders[index]()
-            if frame.expected[index] != (tensor.shape, tensor.dtype):
+            if frame.expected[index] != (tensor.shape, tensor.dtype) and frame.recipe.compares_shapes:
                 self._refuse_shape(index, tensor)
             if holder is not None and holder.value is None:
                 if isinstance(tensor, StandIn):
@@ -464,7 +498,7 @@ class Replay:
 
     def _refuse(self, cause: str) -> None:
         # Kept as well as raised: the user's forward may catch it.
-        self._error = RecomputeError(f"{self._frame.recipe.name}: {cause}")
+        self._error = self._frame.recipe.error(f"{self._frame.recipe.name}: {cause}")
         raise self._error
 
     def next_child(self, recipe: Recipe, owner: object) -> Active:

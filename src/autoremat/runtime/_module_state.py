@@ -23,13 +23,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from autoremat._errors import RecomputeError
-from autoremat.runtime._structure import CONTAINERS, Copier
+from autoremat.runtime._structure import ATOMIC, CONTAINERS, Copier
 from autoremat.runtime._torch_compat import has_no_data
 
 _BASE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _NORM_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 Slot = tuple[int, str]
 """A parameter, buffer or tensor attribute: index of the module, name."""
+Tensors = dict[str, Any]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -37,9 +38,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects."""
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor among them
+        return [version_of(tensor) for tensor in tensors]
 
 
 @dataclass(slots=True)
@@ -48,158 +51,153 @@ class ModuleState:
 
     Attributes:
         attributes: For each module, its ``__dict__``, with containers copied.
-        parameters: For each module, its parameters by name.
-        buffers: For each module, its buffers by name.
-        versions: Versions of parameters, buffers and tensor attributes.
+        parameters: Module index and parameters by name, of the modules that have any.
+        buffers: The same for buffers.
+        fixed: Parameters.
+        fixed_versions: Their versions.
+        slots: Where buffers and tensor attributes are.
+        tensors: Buffers and tensor attributes.
+        versions: Their versions.
         before: Values of tensors that forward changes, from before it did.
         changed: Which tensors forward changed, known when it ended.
         copier: Copies of the container attributes.
+        dicts: The modules' own dictionaries.
     """
 
     attributes: list[dict[str, Any]]
-    parameters: list[dict[str, Any]]
-    buffers: list[dict[str, Any]]
-    versions: dict[tuple[int, str], int]
-    before: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    changed: set[tuple[int, str]] = field(default_factory=set)
+    parameters: list[tuple[int, Tensors]]
+    buffers: list[tuple[int, Tensors]]
+    fixed: list[torch.Tensor]
+    fixed_versions: list[int]
+    slots: list[Slot]
+    tensors: list[torch.Tensor]
+    versions: list[int] = field(default_factory=list)
+    before: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    changed: set[Slot] = field(default_factory=set)
     copier: Copier | None = None
+    dicts: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ModuleWatch:
-    """Reads, compares and restores the state of a module and everything below it.
+    """Reads, compares and restores the state of modules and everything below them.
 
     Holds the modules' dictionaries, not the modules, so that it does not keep a model alive.
 
     Args:
-        modules: Pairs of path and module.
+        roots: Pairs of path and module.
     """
 
-    __slots__ = ("_dicts", "_is_first", "_names", "_norms", "_shape", "changing")
+    __slots__ = ("_dicts", "_extras", "_is_first", "_names", "_norms", "_roots", "_shapes", "changing")
 
-    def __init__(self, modules: list[tuple[str, nn.Module]]) -> None:
+    def __init__(self, roots: list[tuple[str, nn.Module]]) -> None:
+        self._roots = [(name, module.__dict__, _is_norm(module)) for name, module in roots]
+        self._walk()
+
+    def _walk(self) -> None:
         self._is_first = True
         self.changing: set[Slot] = set()
-        self._build(modules)
-
-    def _build(self, modules: list[tuple[str, nn.Module]]) -> None:
-        self._names = [name for name, _ in modules]
-        self._dicts = [module.__dict__ for _, module in modules]
-        self._norms = [
-            i for i, (_, module) in enumerate(modules) if getattr(type(module), "forward", None) in _NORM_FORWARDS
-        ]
-        self._shape = [tuple(d["_modules"].values()) for d in self._dicts]
-
-    def _refresh(self) -> None:
-        """Walk the modules again if one was added or replaced since."""
-        for d, children in zip(self._dicts, self._shape, strict=True):
-            if tuple(d["_modules"].values()) != children:
-                break
-        else:
-            return
-        found: list[tuple[str, dict[str, Any]]] = []
-        todo = [(self._names[0], self._dicts[0])]
-        seen: set[int] = set()
+        self._names: list[str] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._norms: list[int] = []
+        todo, seen = list(reversed(self._roots)), set()
         while todo:
-            name, d = todo.pop()
+            name, d, is_norm = todo.pop()
             if id(d) in seen:
                 continue
             seen.add(id(d))
-            found.append((name, d))
+            if is_norm:
+                self._norms.append(len(self._dicts))
+            self._names.append(name)
+            self._dicts.append(d)
             todo += [
-                (f"{name}.{key}" if name else key, m.__dict__) for key, m in d["_modules"].items() if m is not None
+                (f"{name}.{key}" if name else key, module.__dict__, _is_norm(module))
+                for key, module in reversed(d["_modules"].items())
+                if module is not None
             ]
-        modules = {id(m.__dict__): m for _, d in found for m in d["_modules"].values() if m is not None}
-        self._names = [name for name, _ in found]
-        self._dicts = [d for _, d in found]
-        self._norms = [
-            i
-            for i, d in enumerate(self._dicts)
-            if id(d) in modules and getattr(type(modules[id(d)]), "forward", None) in _NORM_FORWARDS
-        ]
-        self._shape = [tuple(d["_modules"].values()) for d in self._dicts]
-        self.changing, self._is_first = set(), True
+        self._shapes = [(d, tuple(d["_modules"].values())) for d in self._dicts]
+        self._extras: list[tuple[int, str, list[str]]] = [(0, "", [])] * len(self._dicts)
+
+    def is_of(self, modules: list[nn.Module]) -> bool:
+        """Whether this watches exactly these modules."""
+        return len(modules) == len(self._roots) and all(
+            module.__dict__ is d for module, (_, d, _) in zip(modules, self._roots, strict=True)
+        )
 
     def read(self) -> ModuleState:
         """The state now, at the start of forward."""
-        self._refresh()
+        for d, children in self._shapes:
+            if tuple(d["_modules"].values()) != children:
+                self._walk()
+                break
         attributes = [d.copy() for d in self._dicts]
-        parameters = [d["_parameters"].copy() for d in attributes]
-        buffers = [d["_buffers"].copy() for d in attributes]
-        versions: dict[tuple[int, str], int] = {}
-        for i, group in enumerate(parameters):
-            for name, tensor in group.items():
-                if tensor is not None:
-                    versions[i, name] = version_of(tensor)
-        for i, group in enumerate(buffers):
-            for name, tensor in group.items():
-                if tensor is not None:
-                    versions[i, name] = version_of(tensor)
-        state = ModuleState(attributes, parameters, buffers, versions)
+        parameters = [(i, d["_parameters"].copy()) for i, d in enumerate(attributes) if d["_parameters"]]
+        buffers = [(i, d["_buffers"].copy()) for i, d in enumerate(attributes) if d["_buffers"]]
+        fixed = [p for _, group in parameters for p in group.values() if p is not None]
+        found = [((i, name), b) for i, group in buffers for name, b in group.items() if b is not None]
+        state = ModuleState(
+            attributes, parameters, buffers, fixed, _versions(fixed), [slot for slot, _ in found], [t for _, t in found]
+        )
+        state.dicts = self._dicts
         self._read_attributes(state)
-        self._store_values(state)
+        state.versions = _versions(state.tensors)
+        if self._is_first or self.changing:
+            self._store_values(state)
         return state
 
     def _read_attributes(self, state: ModuleState) -> None:
         for i, attributes in enumerate(state.attributes):
-            for name, value in attributes.items():
-                if name in _BASE_ATTRIBUTES:
+            size, last, names = self._extras[i]
+            newest = next(reversed(attributes))
+            if size != len(attributes) or last != newest:
+                names = [name for name in attributes if name not in _BASE_ATTRIBUTES]
+                self._extras[i] = len(attributes), newest, names
+            for name in names:
+                value = attributes[name]
+                kind = type(value)
+                if kind in ATOMIC:
                     continue
                 if isinstance(value, torch.Tensor):
-                    state.versions[i, name] = version_of(value)
-                elif type(value) in CONTAINERS:
-                    if state.copier is None:
-                        state.copier = Copier()
-                    attributes[name] = state.copier.copy(value, self.label(i, name))
+                    state.slots.append((i, name))
+                    state.tensors.append(value)
+                elif kind in CONTAINERS:
+                    state.copier = state.copier or Copier()
+                    attributes[name] = state.copier.copy(value, self.label((i, name)))
 
     def _store_values(self, state: ModuleState) -> None:
-        slots = self.changing
-        if self._is_first:
-            slots = {slot for slot in state.versions if slot[1] not in state.parameters[slot[0]]}
-        for slot in slots:
-            tensor = self._tensor(state, slot)
-            if tensor is not None and not self._is_norm_statistic(state, slot):
+        for slot, tensor in zip(state.slots, state.tensors, strict=True):
+            if (self._is_first or slot in self.changing) and not self._is_norm_statistic(slot):
                 state.before[slot] = tensor.detach().clone()
 
-    def _is_norm_statistic(self, state: ModuleState, slot: Slot) -> bool:
-        return slot[0] in self._norms and slot[1] in state.buffers[slot[0]]
-
-    def _tensor(self, state: ModuleState, slot: Slot) -> torch.Tensor | None:
-        index, name = slot
-        found = state.buffers[index].get(name)
-        if found is None:
-            found = state.attributes[index].get(name)
-        return found if isinstance(found, torch.Tensor) else None
+    def _is_norm_statistic(self, slot: Slot) -> bool:
+        return slot[0] in self._norms and slot[1] in self._dicts[slot[0]]["_buffers"]
 
     def addresses(self, state: ModuleState) -> set[int]:
         """Where the values lie that need no comparison: parameters, which have versions, and norm statistics."""
-        tensors = [p for group in state.parameters for p in group.values() if p is not None]
-        tensors += [b for index in self._norms for b in state.buffers[index].values() if b is not None]
+        tensors = state.fixed + [
+            t for slot, t in zip(state.slots, state.tensors, strict=True) if self._is_norm_statistic(slot)
+        ]
         return {tensor.data_ptr() for tensor in tensors if tensor.layout == torch.strided and not has_no_data(tensor)}
 
     def finish(self, state: ModuleState) -> None:
         """At the end of forward: find which tensors it changed, and drop the values of those that it did not."""
-        for index in self._norms:
-            if state.attributes[index]["training"]:
-                state.changed.update((index, name) for name, t in state.buffers[index].items() if t is not None)
-        for slot, version in state.versions.items():
-            tensor = self._tensor(state, slot)
-            if tensor is not None and slot[1] not in state.parameters[slot[0]] and version_of(tensor) != version:
-                state.changed.add(slot)
-        if self._is_first:
-            state.changed.update(slot for slot, old in state.before.items() if self._differs(state, slot, old))
-            self._is_first = False
-        self.changing |= state.changed
-        state.before = {slot: old for slot, old in state.before.items() if slot in state.changed}
+        if state.tensors and (self._is_first or self._norms or _versions(state.tensors) != state.versions):
+            training = {i for i in self._norms if state.attributes[i]["training"]}
+            for slot, tensor, version in zip(state.slots, state.tensors, state.versions, strict=True):
+                if (
+                    (slot[0] in training and self._is_norm_statistic(slot))
+                    or version_of(tensor) != version
+                    or (self._is_first and slot in state.before and _differs(tensor, state.before[slot]))
+                ):
+                    state.changed.add(slot)
+            self.changing |= state.changed
+        self._is_first = False
+        if state.before:
+            state.before = {slot: old for slot, old in state.before.items() if slot in state.changed}
 
-    def _differs(self, state: ModuleState, slot: Slot, old: torch.Tensor) -> bool:
-        tensor = self._tensor(state, slot)
-        if tensor is None or has_no_data(tensor) or tensor.layout != torch.strided:
-            return False
-        return not torch.equal(tensor, old)
-
-    def label(self, index: int, name: str) -> str:
+    def label(self, slot: Slot) -> str:
         """Path of a parameter, buffer or attribute."""
-        return f"{self._names[index]}.{name}" if self._names[index] else name
+        name = self._names[slot[0]] if slot[0] < len(self._names) else ""
+        return f"{name}.{slot[1]}" if name else slot[1]
 
     def check(self, state: ModuleState, region: str) -> None:
         """Refuse to recompute with a parameter or buffer that changed since.
@@ -207,49 +205,76 @@ class ModuleWatch:
         Raises:
             RecomputeError: Naming it.
         """
-        for slot, version in state.versions.items():
-            index, name = slot
-            parameter = state.parameters[index].get(name)
-            tensor = parameter if parameter is not None else self._tensor(state, slot)
-            if tensor is None:
-                continue
-            if slot in state.changed:
-                if slot not in state.before and not self._is_norm_statistic(state, slot):
-                    raise RecomputeError(
-                        f"{region}: forward changed {self.label(*slot)} in place for the first time, so that its "
-                        "value from before is not known. Run the step again: from now on it is stored."
-                    )
-            elif version_of(tensor) != version:
-                kind = "parameter" if parameter is not None else "tensor"
+        if _versions(state.fixed) != state.fixed_versions:
+            slots = [(i, name) for i, group in state.parameters for name, p in group.items() if p is not None]
+            for slot, parameter, version in zip(slots, state.fixed, state.fixed_versions, strict=True):
+                self._check_version(region, f"parameter {self.label(slot)}", parameter, version)
+        for slot, tensor, version in zip(state.slots, state.tensors, state.versions, strict=True):
+            if slot not in state.changed:
+                self._check_version(region, f"tensor {self.label(slot)}", tensor, version)
+            elif slot not in state.before and not self._is_norm_statistic(slot):
                 raise RecomputeError(
-                    f"{region}: {kind} {self.label(*slot)} has been modified by an inplace operation between forward "
-                    f"and backward (version {version}, now {version_of(tensor)}); recompute would use the new value. "
-                    "Run backward before the optimizer step or whatever changes it."
+                    f"{region}: forward changed {self.label(slot)} in place for the first time, so that its value from "
+                    "before is not known. Run the step again: from now on it is stored."
                 )
+
+    @staticmethod
+    def _check_version(region: str, what: str, tensor: torch.Tensor, version: int) -> None:
+        if version_of(tensor) != version:
+            raise RecomputeError(
+                f"{region}: {what} has been modified by an inplace operation between forward and backward (version "
+                f"{version}, now {version_of(tensor)}); recompute would use the new value. Run backward before the "
+                "optimizer step or whatever changes it."
+            )
 
     @contextlib.contextmanager
     def restored(self, state: ModuleState, *, keep: bool) -> Iterator[None]:
-        """Run with the modules as forward saw them, on copies of what it changes, and put back what was there."""
-        found = [(d, d.copy(), d["_parameters"].copy(), d["_buffers"].copy()) for d in self._dicts]
-        for d, wanted in zip(self._dicts, state.attributes, strict=True):
+        """Run with the modules as forward saw them, on copies of what it changes, and put back what was there.
+
+        Args:
+            state: What `read` returned.
+            keep: Whether the state will be needed again.
+        """
+        dicts = state.dicts
+        found = [d.copy() for d in dicts]
+        groups = [(d["_parameters"], d["_parameters"].copy()) for d in dicts if d["_parameters"]]
+        groups += [(d["_buffers"], d["_buffers"].copy()) for d in dicts if d["_buffers"]]
+        for d, wanted in zip(dicts, state.attributes, strict=True):
             _make(d, wanted)
-        for d, parameters, buffers in zip(self._dicts, state.parameters, state.buffers, strict=True):
-            _make(d["_parameters"], parameters)
-            _make(d["_buffers"], buffers)
+        for i, wanted in state.parameters:
+            _make(dicts[i]["_parameters"], wanted)
+        for i, wanted in state.buffers:
+            _make(dicts[i]["_buffers"], wanted)
         for slot in state.changed:
-            tensor = self._tensor(state, slot)
-            assert tensor is not None
-            value = state.before.get(slot) if keep else state.before.pop(slot, None)
-            index, name = slot
-            place = self._dicts[index]["_buffers"] if name in state.buffers[index] else self._dicts[index]
-            place[name] = tensor.detach().clone() if value is None else value.clone() if keep else value
+            self._place_copy(state, slot, keep=keep)
         try:
             yield
         finally:
-            for d, attributes, parameters, buffers in found:
+            for d, attributes in zip(dicts, found, strict=True):
                 _make(d, attributes)
-                _make(d["_parameters"], parameters)
-                _make(d["_buffers"], buffers)
+            for group, tensors in groups:
+                _make(group, tensors)
+
+    def _place_copy(self, state: ModuleState, slot: Slot, *, keep: bool) -> None:
+        index, name = slot
+        value = state.before.get(slot) if keep else state.before.pop(slot, None)
+        if value is None:
+            value = state.tensors[state.slots.index(slot)].detach().clone()
+        elif keep:
+            value = value.clone()
+        buffers = state.dicts[index]["_buffers"]
+        if name in buffers:
+            buffers[name] = value
+        else:
+            state.dicts[index][name] = value
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) in _NORM_FORWARDS
+
+
+def _differs(tensor: torch.Tensor, old: torch.Tensor) -> bool:
+    return not has_no_data(tensor) and tensor.layout == torch.strided and not torch.equal(tensor, old)
 
 
 def _make(target: dict[str, Any], wanted: dict[str, Any]) -> None:

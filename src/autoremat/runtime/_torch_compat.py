@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._C._autograd import (
     # The public saved_tensors_hooks does the same at three times the cost; freed by a faster context manager.
     _pop_saved_tensors_default_hooks,
@@ -19,13 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensor  # no public test for "has 
 
 # Entering a TorchDispatchMode keeps books for torch.compile, which a region never runs under; a mode pushed
 # bare costs a tenth. Freed by a cheap public way to enter a mode.
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 __all__ = [
     "DefaultHook",
+    "OpLog",
     "dispatch_modes_active",
     "function_modes",
     "has_no_data",
+    "is_early_stop_enabled",
     "pop_dispatch_mode",
     "pop_hooks",
     "push_dispatch_mode",
@@ -74,6 +77,23 @@ def unobserved() -> Iterator[None]:
     """Run ops that no mode sees or changes: they are no part of the user's program. No public switch for modes."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
+
+
+def is_early_stop_enabled() -> bool:
+    """What ``torch.utils.checkpoint.set_checkpoint_early_stop`` says. It has no public reader."""
+    return bool(torch.utils.checkpoint._enable_checkpoint_early_stop)
+
+
+class OpLog(TorchDispatchMode):
+    """Lists the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,266 @@
+"""One region by hand: a function call whose saved tensors are dropped and recomputed.
+
+The arguments mean what they mean for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``
+(https://docs.pytorch.org/docs/stable/checkpoint.html). Beyond it: modules that the function reaches are recomputed in
+the state that forward saw, and left as they are; Python's and NumPy's random numbers are repeated; a tensor handed
+out twice by ``ctx.saved_tensors`` is the same; a loop variable that the function closes over is the one of its call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+
+from autoremat._errors import RecomputeError, UsageError
+from autoremat.runtime import _torch_compat as compat
+from autoremat.runtime._frame import Learned, Recipe, enter, leave
+from autoremat.runtime._module_state import ModuleWatch
+
+T = TypeVar("T")
+ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
+_REMEDY_REENTRANT = (
+    "checkpoint() here is the non-reentrant kind; write use_reentrant=False or leave the argument out. Whatever the "
+    "reentrant kind computes, this one does."
+)
+
+
+class CheckpointError(RecomputeError, torch_checkpoint.CheckpointError):
+    """Recomputation by `checkpoint` did not reproduce forward; caught by code written for torch's own."""
+
+
+def no_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """The default ``context_fn``."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: ContextFn = no_contexts,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> T:
+    """Call a function without keeping what autograd saves in it; backward calls it again.
+
+    Args:
+        function: What to call.
+        *args: Its positional arguments.
+        use_reentrant: For compatibility; True is refused.
+        context_fn: Returns two context managers, entered around the call in forward and in recompute.
+        determinism_check: "default" compares shapes and dtypes of recomputed tensors (and, in the first call of a
+            function, their values); "none" compares nothing.
+        debug: Whether an error lists the ops of forward and recompute.
+        early_stop: Whether recompute stops once the last saved tensor is back.
+        preserve_rng_state: Whether recompute draws the random numbers that forward drew.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        UsageError: For arguments that it does not know.
+
+    Example:
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> checkpoint(torch.sin, x).sum().backward()
+        >>> torch.equal(x.grad, torch.cos(x))
+        True
+    """
+    if use_reentrant:
+        raise UsageError(_REMEDY_REENTRANT)
+    if determinism_check not in ("default", "none"):
+        raise UsageError(f"determinism_check is 'default' or 'none', not {determinism_check!r}.")
+    if debug and context_fn is not no_contexts:
+        raise UsageError("debug=True needs context_fn for itself. Give one of the two.")
+    if torch.compiler.is_compiling():
+        return torch_checkpoint.checkpoint(  # type: ignore[no-any-return]
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+    contexts = _log_contexts if debug else context_fn
+    in_forward, in_recompute = contexts()
+    if not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
+        with in_forward:
+            return function(*args, **kwargs)
+    modules = list(dict.fromkeys(_modules_of(function, args, kwargs)))
+    recipe = Recipe(
+        _name(function),
+        _watch_of(modules),
+        check="first" if determinism_check == "default" and preserve_rng_state else "never",
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop and compat.is_early_stop_enabled(),
+        learned=_learned_about(function, modules),
+    )
+    recipe.compares_shapes = determinism_check == "default"
+    recipe.error = CheckpointError
+    again = _bound(function, in_recompute)
+    owner = object()
+    enter(recipe, again, owner, args, kwargs)
+    try:
+        with in_forward:
+            result = function(*args, **kwargs)
+    except BaseException:
+        leave(owner, failed=True)
+        raise
+    leave(owner)
+    return result
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | list[Callable[..., Any]],
+    segments: int,
+    input: Any,  # noqa: A002 (torch's name)
+    use_reentrant: bool | None = False,  # noqa: FBT001, FBT002 (torch's order)
+    **kwargs: Any,
+) -> Any:
+    """Run functions one after the other, in segments of which all but the last are checkpointed.
+
+    Args:
+        functions: What to run; a Sequential or a list.
+        segments: How many segments; each has ``len(functions) // segments`` functions, the last one the rest.
+        input: Argument of the first function.
+        use_reentrant: As for `checkpoint`.
+        **kwargs: ``preserve_rng_state``, as for `checkpoint`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        >>> checkpoint_sequential(model, 3, torch.ones(1, 2)).shape
+        torch.Size([1, 2])
+    """
+    preserve = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise UsageError(f"checkpoint_sequential does not know {', '.join(sorted(kwargs))}.")
+    stages = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    size = len(stages) // segments
+    end = -1
+    for start in range(0, size * (segments - 1), size):
+        end = start + size - 1
+        stage = functools.partial(_run_all, tuple(stages[start : end + 1]))
+        input = checkpoint(  # noqa: A001
+            stage, input, use_reentrant=use_reentrant, preserve_rng_state=preserve
+        )
+    return _run_all(tuple(stages[end + 1 :]), input)
+
+
+def _run_all(stages: tuple[Callable[..., Any], ...], value: Any) -> Any:
+    for stage in stages:
+        value = stage(value)
+    return value
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, nn.Module):
+        return f"checkpoint of {type(function).__name__}"
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"checkpoint of {getattr(function, '__qualname__', type(function).__name__)}"
+
+
+_LEARNED: weakref.WeakKeyDictionary[Any, Learned] = weakref.WeakKeyDictionary()
+
+
+def _learned_about(function: Any, modules: list[nn.Module]) -> Learned:
+    """What is known of a module, or else of a piece of code; a closure made anew shares it with the last one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = modules[0] if modules else getattr(function, "__code__", type(function))
+    found = _LEARNED.get(code)
+    if found is None:
+        found = _LEARNED[code] = Learned()
+    return found
+
+
+_WATCHES: weakref.WeakKeyDictionary[nn.Module, ModuleWatch] = weakref.WeakKeyDictionary()
+
+
+def _watch_of(modules: list[nn.Module]) -> ModuleWatch | None:
+    if not modules:
+        return None
+    watch = _WATCHES.get(modules[0])
+    if watch is None or not watch.is_of(modules):
+        watch = ModuleWatch([(type(module).__name__, module) for module in modules])
+        _WATCHES[modules[0]] = watch
+    return watch
+
+
+def _modules_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Module]:
+    """Modules that a function reaches at first sight: itself, its owner, its closure, its arguments."""
+    while isinstance(function, functools.partial):
+        yield from (value for value in (*function.args, *function.keywords.values()) if isinstance(value, nn.Module))
+        yield from (m for v in function.args if isinstance(v, tuple) for m in v if isinstance(m, nn.Module))
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    for value in (function, owner, *args, *kwargs.values(), *(value for _, value in _cells(function))):
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            yield value.__self__
+
+
+def _cells(function: Any) -> Iterator[tuple[types.CellType, Any]]:
+    """What a function closes over, where that is a module or a function: such names get rebound by loops."""
+    closure = getattr(getattr(function, "__func__", function), "__closure__", None)
+    for cell in closure or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial)):
+            yield cell, value
+
+
+def _bound(function: Callable[..., T], context: contextlib.AbstractContextManager[Any]) -> Callable[..., T]:
+    """The function as it is now, run in the recompute context."""
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    cells = tuple(_cells(inner))
+    if not cells and isinstance(context, contextlib.nullcontext):
+        return function
+    return functools.partial(_run_again, function, cells, context)
+
+
+def _run_again(
+    function: Callable[..., T],
+    cells: tuple[tuple[types.CellType, Any], ...],
+    context: contextlib.AbstractContextManager[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> T:
+    rebound = [(cell, cell.cell_contents, value) for cell, value in cells if cell.cell_contents is not value]
+    for cell, _, value in rebound:
+        cell.cell_contents = value
+    try:
+        with context:
+            return function(*args, **kwargs)
+    finally:
+        for cell, found, _ in rebound:
+            cell.cell_contents = found
+
+
+def _log_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    forward, again = compat.OpLog(), compat.OpLog()
+
+    @contextlib.contextmanager
+    def explained() -> Iterator[None]:
+        try:
+            with again:
+                yield
+        except RecomputeError as error:
+            error.add_note("Ops of forward:\n  " + "\n  ".join(forward.names))
+            error.add_note("Ops of recompute:\n  " + "\n  ".join(again.names))
+            raise
+
+    return forward, explained()
