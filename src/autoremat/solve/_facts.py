@@ -1,0 +1,125 @@
+"""What the solver needs to know about a step, looked up once: who holds what, and how many bytes live when.
+
+Known limit: what a kernel takes and gives back inside one op is the graph's estimate (`Op.workspace_bytes`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autoremat._step_graph import BEFORE_STEP, SavedTensor, StepGraph
+
+_TIE_SHARE = 1e-5
+"""What moving every byte of the step once more counts for, as a share of the cost of the step."""
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A step, indexed.
+
+    Attributes:
+        graph: The step.
+        deaths: Clock at which each storage dies in the plain step.
+        records_of: What autograd saved, by storage.
+        saved_at: What autograd saved, by innermost module call.
+        mutated_at: Ops that write a storage in place, by storage, in order.
+        during: Live bytes of the plain step while each op runs.
+        between: Live bytes of the plain step just before each op, and at the end.
+        spans: First and last clock of each micro-step, backward included.
+        births: Birth and index of each storage, by birth.
+        tie_cost: Cost of a moved byte, so small that it only tells apart what costs the same.
+    """
+
+    graph: StepGraph
+    deaths: tuple[int, ...]
+    records_of: dict[int, list[SavedTensor]]
+    saved_at: dict[int, list[SavedTensor]]
+    mutated_at: dict[int, list[int]]
+    during: Bytes
+    between: Bytes
+    spans: tuple[tuple[int, int], ...]
+    births: tuple[tuple[int, int], ...]
+    tie_cost: float
+
+    def born_in(self, start: int, stop: int) -> list[int]:
+        """Storages that ops of ``start <= index < stop`` allocate."""
+        first, last = bisect_left(self.births, (start, -1)), bisect_left(self.births, (stop, -1))
+        return [storage for _, storage in self.births[first:last]]
+
+    def saved_in(self, call: int) -> list[SavedTensor]:
+        """What autograd saved during a module call and the calls below it."""
+        return [record for c in self.graph.subtree(call) for record in self.saved_at.get(c, ())]
+
+    def first_unpack(self, call: int) -> int | None:
+        """Clock at which backward first reads what was saved in a call; None if it never does."""
+        return min((r.unpacked for r in self.saved_in(call) if r.unpacked is not None), default=None)
+
+    def death_without(self, storage: int, calls: range) -> int:
+        """When a storage would die if autograd did not hold it for these calls."""
+        others = (r.released for r in self.records_of.get(storage, ()) if r.call not in calls)
+        return max(self.graph.storages[storage].last_ref, *others, -1)
+
+    def is_mutated(self, storage: int, start: int, stop: int) -> bool:
+        """Whether a storage is written in place by an op of ``start <= index < stop``."""
+        return any(start <= index < stop for index in self.mutated_at.get(storage, ()))
+
+
+def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
+    """Index a step.
+
+    Args:
+        graph: The step.
+        op_cost: Cost of each op, FLOPs or seconds.
+    """
+    records_of: dict[int, list[SavedTensor]] = defaultdict(list)
+    saved_at: dict[int, list[SavedTensor]] = defaultdict(list)
+    mutated_at: dict[int, list[int]] = defaultdict(list)
+    deaths = [storage.last_ref for storage in graph.storages]
+    for record in graph.saved:
+        records_of[record.storage].append(record)
+        saved_at[record.call].append(record)
+        deaths[record.storage] = max(deaths[record.storage], record.released)
+    for op in graph.ops:
+        for storage_index in op.mutates:
+            mutated_at[storage_index].append(op.index)
+    during, between = _live_bytes(graph, deaths)
+    return Facts(
+        graph=graph,
+        deaths=tuple(deaths),
+        records_of=dict(records_of),
+        saved_at=dict(saved_at),
+        mutated_at=dict(mutated_at),
+        during=during,
+        between=between,
+        spans=_micro_steps(graph),
+        tie_cost=_TIE_SHARE * (sum(op_cost) or 1.0) / max(1, sum(op.moved_bytes for op in graph.ops)),
+        births=tuple(sorted((storage.born, storage.index) for storage in graph.storages)),
+    )
+
+
+def _live_bytes(graph: StepGraph, deaths: list[int]) -> tuple[Bytes, Bytes]:
+    num_ops = len(graph.ops)
+    born = np.zeros(num_ops + 1, np.int64)
+    dead = np.zeros(num_ops + 1, np.int64)
+    for storage, death in zip(graph.storages, deaths, strict=True):
+        # Slot 0 of `born` is "before the step", slot t + 1 is "op t".
+        born[storage.born - BEFORE_STEP] += storage.num_bytes
+        if death < num_ops:
+            dead[death] += storage.num_bytes
+    between = np.cumsum(born) - np.cumsum(dead)
+    workspace = np.array([op.workspace_bytes for op in graph.ops], np.int64)
+    return between[:num_ops] + born[1:] + workspace, between
+
+
+def _micro_steps(graph: StepGraph) -> tuple[tuple[int, int], ...]:
+    """Clocks between which each micro-step lies; what comes before the first belongs to it."""
+    starts = [call.start for call in graph.calls if call.parent == -1]
+    edges = [0, *starts[1:], len(graph.ops)]
+    return tuple(zip(edges[:-1], edges[1:], strict=True))

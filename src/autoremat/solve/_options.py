@@ -1,0 +1,209 @@
+"""The options of one region: which of its storages to keep, from none to all that is worth it.
+
+Planner formulation 1: with ``x`` (unit stored) and ``r`` (unit runs again)
+
+    min  sum c r    subject to    r_u >= 1 - x_u             for units that autograd needs
+                                  r_u >= r_o - x_u           for each read u -> o
+                                  sum b x <= s
+
+solved by HiGHS for a falling limit ``s``. Each solution is then priced by the rules of replay, so an option's cost
+and bytes never come from the relaxation of a solver.
+
+Known limit: at most `max_points` options; the exact frontier can have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from highspy._core import _Highs
+
+from autoremat._replay import Replay, replay
+from autoremat.solve._facts import Bytes, Facts
+from autoremat.solve._units import Inner, Unit, build_units
+
+TIE_BREAK = 1e-4
+"""Weight of moved bytes, and of stored bytes, against the cost of the whole region: breaks ties, decides nothing else."""
+_SCALE = 1000.0
+_MIP_GAP = 1e-6
+_RESOLUTION = 10**6
+"""Limits that differ by a smaller share are the same to the solver's tolerance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a region.
+
+    Attributes:
+        kept: Storages that it stores.
+        cost: What its recompute costs, FLOPs or seconds.
+        weight: Cost plus a little for the bytes that its recompute moves, so that equal costs are told apart.
+        saved_bytes: What it frees between its forward and its recompute; negative if it holds more than the plain step.
+        recompute_bytes: Largest live bytes of its recompute, above what lives just before.
+        freed_bytes: What is not alive just before its recompute and is in the plain step.
+        forward: Change of live bytes against the plain step while each of its forward ops runs.
+    """
+
+    kept: frozenset[int]
+    cost: float
+    weight: float
+    saved_bytes: int
+    recompute_bytes: int
+    freed_bytes: int
+    forward: Bytes
+
+
+def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, max_points: int) -> list[Option]:
+    """Find the options of a region, cheapest (most bytes kept) first.
+
+    Args:
+        facts: The step.
+        inner: The region.
+        op_cost: Cost of each op of the step.
+        max_points: How many limits on stored bytes to try.
+
+    Returns:
+        Options none of which is beaten by another in cost, bytes freed and bytes of recompute together.
+    """
+    units = build_units(facts, inner, op_cost)
+    saved = facts.saved_in(inner.call)
+    options: dict[frozenset[int], Option] = {}
+    for stored in _sweep(units, max_points):
+        kept = frozenset(s for position in stored for s in units[position].stored)
+        work = replay(facts.graph, inner.call, kept, saved)
+        kept = _prune(facts, work, kept)
+        if kept not in options:
+            options[kept] = _price(facts, inner, kept, replay(facts.graph, inner.call, kept, saved), op_cost)
+    return _undominated(list(options.values()))
+
+
+def _sweep(units: Sequence[Unit], max_points: int) -> list[list[int]]:
+    """Stored units for a falling limit on stored bytes."""
+    model = _Model(units)
+    stored, stored_bytes = model.solve(None)
+    found = [stored]
+    step = stored_bytes // max(1, max_points - 1) + 1
+    while stored_bytes > 0:
+        limit = max(0, stored_bytes - max(step, model.total // _RESOLUTION))
+        stored, now = model.solve(limit)
+        found.append(stored)
+        stored_bytes = min(now, limit)
+    return found
+
+
+class _Model:
+    """The integer program of one region; only the limit changes between solves."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.num_units = num = len(units)
+        self.stored_bytes = np.array([u.stored_bytes for u in units], np.int64)
+        self.total = max(1, int(self.stored_bytes.sum()))
+        moved = np.array([u.moved_bytes for u in units], float)
+        cost = np.array([u.cost for u in units], float)
+        weight = cost / max(cost.sum(), 1e-300) + TIE_BREAK * moved / max(moved.sum(), 1.0)
+        storing = TIE_BREAK / 10 * self.stored_bytes / self.total
+        # `highspy.Highs` prints a banner before it can be told not to; its base class does not.
+        self.highs = _Highs()
+        self.highs.setOptionValue("output_flag", False)
+        self.highs.setOptionValue("threads", 1)
+        self.highs.setOptionValue("mip_rel_gap", _MIP_GAP)
+        lower = np.array([1.0 if u.always_runs else 0.0 for u in units])
+        upper = np.array([1.0 if u.can_be_stored and u.stored else 0.0 for u in units])
+        for position in range(num):
+            self.highs.addVar(lower[position], 1.0)
+        for position in range(num):
+            self.highs.addVar(0.0, upper[position])
+        index = np.arange(2 * num, dtype=np.int32)
+        self.highs.changeColsCost(2 * num, index, _SCALE * np.concatenate([weight, storing]))
+        integer = np.full(2 * num, highspy.HighsVarType.kInteger)
+        self.highs.changeColsIntegrality(2 * num, index, integer)
+        self._add_rows(units)
+
+    def _add_rows(self, units: Sequence[Unit]) -> None:
+        num, infinity = self.num_units, highspy.kHighsInf
+        for position, unit in enumerate(units):
+            if unit.is_needed:
+                self.highs.addRow(1.0, infinity, 2, np.array([position, num + position]), np.ones(2))
+            for source in sorted(unit.reads):
+                columns = np.array([source, num + source, position])
+                self.highs.addRow(0.0, infinity, 3, columns, np.array([1.0, 1.0, -1.0]))
+        self.limit_row = self.highs.getNumRow()
+        columns = np.arange(num, 2 * num)
+        self.highs.addRow(-infinity, infinity, num, columns, _SCALE * self.stored_bytes / self.total)
+
+    def solve(self, limit_bytes: int | None) -> tuple[list[int], int]:
+        """Best units to store within a limit, and their bytes."""
+        limit = highspy.kHighsInf if limit_bytes is None else _SCALE * limit_bytes / self.total
+        self.highs.changeRowBounds(self.limit_row, -highspy.kHighsInf, limit)
+        self.highs.run()
+        values = np.array(self.highs.getSolution().col_value)
+        stored = np.flatnonzero(values[self.num_units :] > 0.5)
+        return [int(position) for position in stored], int(self.stored_bytes[stored].sum())
+
+
+def _prune(facts: Facts, work: Replay, kept: frozenset[int]) -> frozenset[int]:
+    """Leave out stored storages that neither autograd nor an op that runs reads."""
+    read = {s for index in work.ops for s in facts.graph.ops[index].inputs}
+    return kept & (read | work.needed)
+
+
+def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float]) -> Option:
+    graph = facts.graph
+    span = graph.calls[inner.call]
+    rng_bytes = graph.rng_state_bytes if any(op.is_random for op in graph.ops[span.start : span.end]) else 0
+    dropped = [s for s in inner.needed if s not in kept]
+    extra = [s for s in kept if facts.deaths[s] < inner.at]
+    size = {s: graph.storages[s].num_bytes for s in (*dropped, *extra)}
+    held = sum(size[s] for s in extra) + rng_bytes
+    forward = np.zeros(span.end - span.start + 1, np.int64)
+    forward[0] += rng_bytes
+    for s in dropped:
+        forward[min(inner.deaths[s], span.end) - span.start] -= size[s]
+    for s in extra:
+        forward[min(facts.deaths[s], span.end) - span.start] += size[s]
+    cost = float(sum(op_cost[index] for index in work.ops))
+    return Option(
+        kept=kept,
+        cost=cost,
+        weight=cost + facts.tie_cost * sum(graph.ops[index].moved_bytes for index in work.ops),
+        saved_bytes=sum(size[s] for s in dropped if s not in inner.pinned) - held,
+        recompute_bytes=_recompute_bytes(facts, inner, kept, work) + rng_bytes,
+        freed_bytes=sum(size[s] for s in dropped if inner.deaths[s] <= inner.at) - held,
+        forward=np.cumsum(forward)[:-1],
+    )
+
+
+def _recompute_bytes(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay) -> int:
+    """Peak of a recompute: what autograd saved stays, the rest dies as it did in forward."""
+    graph = facts.graph
+    live = peak = 0
+    dying: dict[int, int] = {}
+    for index in work.ops:
+        for clock in [c for c in dying if c <= index]:
+            live -= dying.pop(clock)
+        op = graph.ops[index]
+        for s in dict.fromkeys(op.outputs):
+            storage = graph.storages[s]
+            if storage.born != index or s in kept:
+                continue
+            live += storage.num_bytes
+            if s not in inner.needed:
+                dying[storage.last_ref] = dying.get(storage.last_ref, 0) + storage.num_bytes
+        peak = max(peak, live + op.workspace_bytes)
+    return peak
+
+
+def _undominated(options: list[Option]) -> list[Option]:
+    """Drop options that another one beats or equals in cost, freed bytes and recompute bytes."""
+    options.sort(
+        key=lambda o: (o.weight, -o.saved_bytes, o.recompute_bytes - o.freed_bytes, len(o.kept), sorted(o.kept))
+    )
+    best: list[Option] = []
+    for option in options:
+        rise = option.recompute_bytes - option.freed_bytes
+        if not any(b.saved_bytes >= option.saved_bytes and b.recompute_bytes - b.freed_bytes <= rise for b in best):
+            best.append(option)
+    return best

@@ -1,0 +1,168 @@
+"""The planner: the cheapest regions that keep a whole step within a budget.
+
+The chain problem is solved for the budget, the regions are priced by the ledger, and where the two differ the limit
+is corrected and solved again: the peak that is promised is always the ledger's.
+
+Deterministic: equal inputs give equal solutions. Known limits: those of `_segments` and `_chain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autoremat._replay import RegionSpec
+from autoremat._step_graph import StepGraph
+from autoremat.solve._chain import smallest_limit, solve_chain
+from autoremat.solve._facts import collect_facts
+from autoremat.solve._problem import build_problem
+
+MAX_ROUNDS = 5
+"""How often the limit is corrected by what the ledger says."""
+SLACK_SHARE = 0.002
+"""Budget left over that is not worth another round, as a share of what plans can change."""
+
+Price = Callable[[Sequence[RegionSpec]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Regions for one budget.
+
+    Attributes:
+        regions: Disjoint regions of all captured micro-steps, in order of execution.
+        cost: What their recomputes cost together, in the unit of the costs given (FLOPs or seconds).
+        peak_bytes: Peak of the step with them, from ``price``. Above the budget if that is below `smallest_bytes`.
+        smallest_bytes: Smallest budget that this planner can meet for the step.
+    """
+
+    regions: tuple[RegionSpec, ...]
+    cost: float
+    peak_bytes: int
+    smallest_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    regions: tuple[RegionSpec, ...]
+    cost: float
+    peak_bytes: int
+
+
+class Planner:
+    """Solves one step for any number of budgets.
+
+    Example:
+        ``Planner(graph, op_cost=flops, price=price).plan(8 * 2**30)``
+    """
+
+    def __init__(self, graph: StepGraph, *, op_cost: Sequence[float], price: Price) -> None:
+        self._problem = build_problem(collect_facts(graph, op_cost), op_cost)
+        self._price = price
+        self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
+        self.plain_bytes = self._priced((), 0.0).peak_bytes
+        self._smallest = self._find_smallest()
+
+    @property
+    def smallest_bytes(self) -> int:
+        """Smallest budget that can be met, bytes."""
+        return self._smallest.peak_bytes
+
+    def _priced(self, regions: tuple[RegionSpec, ...], cost: float) -> _Priced:
+        if regions not in self._known:
+            self._known[regions] = _Priced(regions, cost, self._price(regions))
+        return self._known[regions]
+
+    def _solve(self, limit_bytes: int) -> _Priced | None:
+        choice = solve_chain(self._problem.chain, limit_bytes)
+        if choice is None:
+            return None
+        return self._priced(self._problem.regions(choice), self._problem.cost(choice))
+
+    def _find_smallest(self) -> _Priced:
+        """The plan for the smallest limit of the chain, as the ledger prices it, or a lower one found on the way."""
+        limit = smallest_limit(self._problem.chain)
+        tightest = self._solve(limit)
+        assert tightest is not None, "the smallest limit has a path"
+        return min(self._known.values(), key=lambda p: (p.peak_bytes, p.cost))
+
+    def plan(self, budget_bytes: int) -> Solution:
+        """The cheapest regions found for a budget.
+
+        Args:
+            budget_bytes: Budget for the whole step, bytes.
+
+        Returns:
+            A solution within the budget, or the one of the smallest peak if the budget cannot be met.
+        """
+        if budget_bytes < self._smallest.peak_bytes:
+            return self._solution(self._smallest)
+        best = self._smallest
+        if self.plain_bytes <= budget_bytes:
+            return self._solution(self._known[()])
+        slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
+        limit = budget_bytes
+        tried = set()
+        for _ in range(MAX_ROUNDS):
+            found = self._solve(limit)
+            if found is None or found.regions in tried:
+                break
+            tried.add(found.regions)
+            if found.peak_bytes <= budget_bytes:
+                best = min(best, found, key=lambda p: (p.cost, p.peak_bytes))
+                if found.cost == 0 or budget_bytes - found.peak_bytes <= slack:
+                    break
+            limit += budget_bytes - found.peak_bytes
+        return self._solution(best)
+
+    def frontier(self, num_points: int = 32) -> list[Solution]:
+        """Solutions from the smallest peak to no recompute, none beaten by another in both peak and cost.
+
+        Args:
+            num_points: How many budgets to solve for, evenly spaced.
+        """
+        low, high = self.smallest_bytes, self.plain_bytes
+        for point in range(num_points):
+            self.plan(low + (high - low) * point // max(1, num_points - 1))
+        curve: list[Solution] = []
+        for known in sorted(self._known.values(), key=lambda p: (p.peak_bytes, p.cost)):
+            if not curve or known.cost < curve[-1].cost:
+                curve.append(self._solution(known))
+        return curve
+
+    def _solution(self, priced: _Priced) -> Solution:
+        return Solution(
+            regions=priced.regions,
+            cost=priced.cost,
+            peak_bytes=priced.peak_bytes,
+            smallest_bytes=self._smallest.peak_bytes,
+        )
+
+
+def plan_regions(graph: StepGraph, *, budget_bytes: int, op_cost: Sequence[float], price: Price) -> Solution:
+    """Choose regions for a budget.
+
+    Args:
+        graph: The step.
+        budget_bytes: Budget for the whole step, bytes.
+        op_cost: Cost of each op, in the order of ``graph.ops``: FLOPs or seconds.
+        price: Peak bytes of the step with given regions, from the ledger.
+
+    Returns:
+        The solution. If its peak is above the budget, no plan of this planner meets the budget.
+    """
+    return Planner(graph, op_cost=op_cost, price=price).plan(budget_bytes)
+
+
+def frontier_regions(
+    graph: StepGraph, *, op_cost: Sequence[float], price: Price, num_points: int = 32
+) -> list[Solution]:
+    """Solutions from the smallest peak to no recompute.
+
+    Args:
+        graph: The step.
+        op_cost: Cost of each op, in the order of ``graph.ops``.
+        price: Peak bytes of the step with given regions.
+        num_points: How many budgets to solve for.
+    """
+    return Planner(graph, op_cost=op_cost, price=price).frontier(num_points)

@@ -1,0 +1,148 @@
+"""Inside one region: what recompute would run, as units of ops and the reads between them.
+
+A unit is what is stored or run together: the op that allocates some storages, the ops that write them in place, and
+every other storage that those ops write. Views cost nothing and belong to no unit. The rules of what runs are those
+of `_replay.replay`, which has the last word on the cost of an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoremat._replay import is_uncounted
+from autoremat._step_graph import Op
+from autoremat.solve._facts import Facts
+
+
+@dataclass(slots=True)
+class Unit:
+    """Ops that run together.
+
+    Attributes:
+        ops: Their indices.
+        storages: Storages that they write and that are born in the region.
+        reads: Units (positions) that must be there before this one runs.
+        stored: Storages to store so that no other unit asks for this one.
+        is_needed: Whether autograd saved one of its storages.
+        always_runs: Whether recompute runs it whatever is stored.
+        can_be_stored: Whether storing is possible without changing values.
+        cost: FLOPs or seconds.
+        moved_bytes: Bytes that its ops move.
+        stored_bytes: Bytes of `stored` that are not alive anyway.
+    """
+
+    ops: list[int]
+    storages: list[int]
+    reads: set[int]
+    stored: list[int]
+    is_needed: bool = False
+    always_runs: bool = False
+    can_be_stored: bool = True
+    cost: float = 0.0
+    moved_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """How the storages of a region stand to the rest of the step.
+
+    Attributes:
+        call: Index of the module call.
+        at: Clock of its recompute.
+        needed: Storages born in it that autograd saved in it.
+        deaths: When each storage born in it would die without those saved tensors.
+        pinned: Storages born in it that stay alive for others well after it, until or into their backward.
+    """
+
+    call: int
+    at: int
+    needed: frozenset[int]
+    deaths: dict[int, int]
+    pinned: frozenset[int]
+
+    def is_free(self, storage: int) -> bool:
+        """Whether keeping a storage takes no bytes that count."""
+        return storage in self.pinned and (storage in self.needed or self.deaths[storage] >= self.at)
+
+
+def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Unit]:
+    """Group the ops of a region that recompute may run.
+
+    Args:
+        facts: The step.
+        inner: The region.
+        op_cost: Cost of each op of the step.
+    """
+    graph = facts.graph
+    span = graph.calls[inner.call]
+    stop = max((r.packed for r in facts.saved_in(inner.call)), default=span.start)
+    ops = [op for op in graph.ops[span.start : stop] if not op.is_view]
+    group = _group_storages(ops, inner)
+    units: dict[int, Unit] = {}
+    for op in ops:
+        written = [s for s in dict.fromkeys((*op.outputs, *op.mutates)) if s in inner.deaths]
+        always = op.reads_value or is_uncounted(graph, op)
+        if not written and not always:
+            continue
+        unit = units.setdefault(group[written[0]] if written else -1 - op.index, Unit([], [], set(), []))
+        unit.ops.append(op.index)
+        unit.storages.extend(s for s in written if s not in unit.storages)
+        unit.always_runs |= always
+        unit.cost += op_cost[op.index]
+        unit.moved_bytes += op.moved_bytes
+    found = list(units.values())
+    _connect(facts, inner, found)
+    for unit in found:
+        unit.can_be_stored = not unit.always_runs and all(_can_be_stored(facts, inner, s) for s in unit.stored)
+        unit.stored_bytes = sum(graph.storages[s].num_bytes for s in unit.stored if not inner.is_free(s))
+    return found
+
+
+def _group_storages(ops: Sequence[Op], inner: Inner) -> dict[int, int]:
+    """Union-find: storages that one op writes are in one group."""
+    parent = {s: s for s in inner.deaths}
+
+    def find(s: int) -> int:
+        while parent[s] != s:
+            parent[s] = parent[parent[s]]
+            s = parent[s]
+        return s
+
+    for op in ops:
+        written = [s for s in (*op.outputs, *op.mutates) if s in parent]
+        for s in written[1:]:
+            parent[find(s)] = find(written[0])
+    return {s: find(s) for s in parent}
+
+
+def _connect(facts: Facts, inner: Inner, units: Sequence[Unit]) -> None:
+    """Find which unit reads which, and what of a unit others ask for."""
+    home = {s: position for position, unit in enumerate(units) for s in unit.storages}
+    asked = set(inner.needed)
+    for position, unit in enumerate(units):
+        for index in unit.ops:
+            for s in facts.graph.ops[index].inputs:
+                source = home.get(s, position)
+                if source != position:
+                    unit.reads.add(source)
+                    asked.add(s)
+    for unit in units:
+        unit.stored = [s for s in unit.storages if s in asked]
+        unit.is_needed = any(s in inner.needed for s in unit.storages)
+
+
+def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
+    """Whether a storage, in the state that it has when the region ends, can stand in for the op that made it."""
+    graph = facts.graph
+    span = graph.calls[inner.call]
+    birth = graph.storages[storage].born
+    if storage not in graph.ops[birth].outputs:
+        return False
+    mutations = facts.mutated_at.get(storage, ())
+    if not mutations:
+        return True
+    last = mutations[-1]
+    early = (op for op in graph.ops[birth + 1 : min(last, span.end)] if not op.is_view and storage not in op.mutates)
+    return last < span.end and not any(storage in op.inputs for op in early)
