@@ -1,1 +1,107 @@
-"""Automatic activation checkpointing for PyTorch."""
+"""Automatic activation checkpointing for PyTorch. Public names; each is imported from its home when first used."""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from autoremat._api import measure, plan, profile, trace, verify
+    from autoremat._errors import (
+        AutorematError,
+        BatchError,
+        BudgetError,
+        BudgetInfeasible,
+        LossError,
+        PlanError,
+        PlanMismatch,
+        RecomputeError,
+        TraceError,
+        UsageError,
+    )
+    from autoremat._fake import fake_weights
+    from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
+    from autoremat._presets import build_preset, preset_names
+    from autoremat._report import render_report
+    from autoremat._results import MemoryProfile, UsageReport, VerifyReport
+    from autoremat._step_graph import StepGraph
+    from autoremat._targets import Target, get_target, target_names
+    from autoremat.runtime import Applied, apply, checkpoint, checkpoint_sequential
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "_api": ("measure", "plan", "profile", "trace", "verify"),
+    "_errors": (
+        "AutorematError",
+        "BatchError",
+        "BudgetError",
+        "BudgetInfeasible",
+        "LossError",
+        "PlanError",
+        "PlanMismatch",
+        "RecomputeError",
+        "TraceError",
+        "UsageError",
+    ),
+    "_fake": ("fake_weights",),
+    "_plan": ("OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
+    "_presets": ("build_preset", "preset_names"),
+    "_report": ("render_report",),
+    "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
+    "_step_graph": ("StepGraph",),
+    "_targets": ("Target", "get_target", "target_names"),
+    "runtime": ("Applied", "apply", "checkpoint", "checkpoint_sequential"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Applied",
+    "AutorematError",
+    "BatchError",
+    "BudgetError",
+    "BudgetInfeasible",
+    "LossError",
+    "MemoryProfile",
+    "OpCall",
+    "Plan",
+    "PlanError",
+    "PlanMismatch",
+    "Prediction",
+    "RecomputeError",
+    "Region",
+    "SavedOutput",
+    "StepGraph",
+    "Target",
+    "TraceError",
+    "UsageError",
+    "UsageReport",
+    "VerifyReport",
+    "apply",
+    "build_preset",
+    "checkpoint",
+    "checkpoint_sequential",
+    "fake_weights",
+    "get_target",
+    "measure",
+    "plan",
+    "plan_schema",
+    "preset_names",
+    "profile",
+    "render_report",
+    "target_names",
+    "trace",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _HOME_OF:
+        msg = f"module 'autoremat' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(_import_module(f"autoremat.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

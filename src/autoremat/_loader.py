@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from autoremat._errors import UsageError
-from autoremat._presets import Built, build_preset
+from autoremat._presets import CAST_DTYPES, Built, build_preset
+from autoremat._step import Precision
 
 
 def load_model(
@@ -28,7 +29,7 @@ def load_model(
         name: A preset, or ``path/to/file.py:function``.
         batch: Number of samples; None leaves it to the preset or the function.
         seq: Tokens in each; None leaves it to the preset or the function.
-        precision: As for `build_preset`; a function decides for itself.
+        precision: "fp32", "bf16" or "fp16" casts the whole model and its inputs; anything else leaves them.
         fake: Build presets without memory for weights. Functions always build real models.
 
     Raises:
@@ -39,7 +40,9 @@ def load_model(
     path, _, attribute = name.rpartition(":")
     function = _find_function(Path(path), attribute)
     given = {key: value for key, value in (("batch", batch), ("seq", seq)) if value is not None}
-    return _check(name, _call(name, function, given))
+    built = _check(name, _call(name, function, given))
+    cast = Precision.parse(precision if precision in CAST_DTYPES else None)
+    return Built(model=built.model.to(cast.cast), batch=cast.cast_batch(built.batch), loss=built.loss)
 
 
 def _find_function(path: Path, attribute: str) -> Callable[..., Any]:

@@ -1,0 +1,289 @@
+"""The command line: the same verbs as the package.
+
+Exit codes: 0 success; 1 `verify` found differences, or `measure` a peak over the budget; 2 any error, with one message.
+Tables and JSON go to stdout, progress to stderr (and nowhere if that is not a terminal, or with ``--json``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from autoremat import _tables
+from autoremat._errors import UsageError
+from autoremat._plan import Plan
+from autoremat._targets import get_target, target_names
+
+if TYPE_CHECKING:
+    from autoremat._presets import Built
+
+EXIT_FAILED_CHECK = 1
+NO_OPTIMIZER = "none"
+
+app = typer.Typer(
+    name="autoremat",
+    help="Automatic activation checkpointing for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ModelArgument = Annotated[str, typer.Argument(help="A preset (`autoremat presets`) or file.py:function.")]
+BatchOption = Annotated[Optional[int], typer.Option(help="Samples in the batch.")]  # noqa: UP045 - typer reads it
+SeqOption = Annotated[Optional[int], typer.Option(help="Tokens in each sample.")]  # noqa: UP045 - as above
+BudgetOption = Annotated[Optional[str], typer.Option(help="Device memory for the whole step: 24GiB, 8GB.")]  # noqa: UP045
+TargetOption = Annotated[Optional[str], typer.Option(help="Device to plan for: `autoremat targets`.")]  # noqa: UP045
+PrecisionOption = Annotated[Optional[str], typer.Option(help="fp32, bf16, fp16, amp-bf16 or amp-fp16.")]  # noqa: UP045
+OptimizerOption = Annotated[str, typer.Option(help="adamw, sgd, ..., or none for forward and backward alone.")]
+ObjectiveOption = Annotated[Literal["time", "flops"], typer.Option(help="What recomputation is counted in.")]
+AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-steps in an optimizer step.")]
+PlanOption = Annotated[Optional[Path], typer.Option("--plan", help="A plan file; without it one is made.")]  # noqa: UP045
+OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the plan here.")]  # noqa: UP045
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    *,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    objective: ObjectiveOption = "time",
+    accumulate: AccumulateOption = 1,
+    output: OutputOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Find the plan with the least slowdown under a budget. Needs no GPU and no memory for the weights."""
+    resolved = _budget(budget, target)
+    with _progress(quiet=json) as report:
+        report(f"Building {model}", 0.0)
+        built = _load(model, batch=batch, seq=seq, precision=precision, fake=True)
+        made = _make_plan(
+            built,
+            report,
+            budget=resolved,
+            target=target,
+            precision=_autocast(precision),
+            optimizer=_optimizer(optimizer),
+            objective=objective,
+            accumulate=accumulate,
+        )
+    if output is not None:
+        _save(made, output)
+    _print_plan(made, json=json, output=output)
+
+
+@app.command()
+def verify(
+    model: ModelArgument,
+    *,
+    plan_file: PlanOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    objective: ObjectiveOption = "time",
+    json: JsonOption = False,
+) -> None:
+    """Run a plain and a planned step and compare loss, gradients, buffers and random state, bit for bit."""
+    from autoremat._api import verify as run_verify
+
+    with _progress(quiet=json) as report:
+        built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
+        options = {"target": target, "optimizer": _optimizer(optimizer), "objective": objective}
+        made = _read_or_make(plan_file, built, report, budget=budget, precision=precision, **options)
+        report("Running a plain and a planned step", 0.0)
+        result = run_verify(built.model, built.batch, made, loss=built.loss, precision=_autocast(precision))
+    _print(result.to_json() if json else _tables.verify_table(result), json=json)
+    if not result.equal:
+        raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+@app.command()
+def measure(
+    model: ModelArgument,
+    *,
+    plan_file: PlanOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    objective: ObjectiveOption = "time",
+    json: JsonOption = False,
+) -> None:
+    """Run real steps, plain and planned, and measure peak and time beside the prediction."""
+    from autoremat._api import measure as run_measure
+
+    with _progress(quiet=json) as report:
+        built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
+        options = {"target": target, "optimizer": _optimizer(optimizer), "objective": objective}
+        made = _read_or_make(plan_file, built, report, budget=budget, precision=precision, **options)
+        result = run_measure(
+            built.model,
+            built.batch,
+            made,
+            loss=built.loss,
+            optimizer=options["optimizer"],
+            precision=_autocast(precision),
+            progress=report,
+        )
+    _print(result.to_json() if json else _tables.usage_table(result), json=json)
+    if result.within_budget is False:
+        raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+@app.command()
+def targets(*, json: JsonOption = False) -> None:
+    """List the devices that a plan can be made for."""
+    found = [get_target(name) for name in target_names()]
+    if json:
+        import dataclasses
+
+        _print_json([dataclasses.asdict(target) | {"usable_bytes": target.usable_bytes} for target in found])
+    else:
+        _print(_tables.targets_table(found), json=False)
+
+
+@app.command()
+def presets() -> None:
+    """List the models that can be named."""
+    from autoremat._presets import preset_about, preset_names
+
+    for name in preset_names():
+        typer.echo(f"{name:<14}{preset_about(name)}")
+
+
+@app.command()
+def demo(
+    *,
+    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("autoremat-demo.html"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, plain and planned.")] = 12,
+) -> None:
+    """Plan BERT-large for a 24 GB card, then train a small GPT-2 plain and under a budget. Takes minutes, no GPU."""
+    from autoremat._demo import run_demo
+
+    with _progress(quiet=False) as progress:
+        result = run_demo(num_steps=steps, progress=progress)
+    console = Console()
+    for part in result.tables():
+        console.print(part)
+    report.write_text(result.html(), encoding="utf-8")
+    console.print(f"Report: {report.resolve()}", soft_wrap=True)
+    if not result.passed:
+        console.print("[bold red]The demo did not keep its promises: see above.[/]")
+        raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+def _budget(budget: str | None, target: str | None) -> int | str:
+    if budget is not None:
+        from autoremat._units import parse_bytes
+
+        return parse_bytes(budget)
+    if target is None:
+        raise UsageError("Give --budget (such as 24GiB), or --target for all the memory of that device.")
+    return get_target(target).usable_bytes
+
+
+def _optimizer(name: str) -> str | None:
+    return None if name == NO_OPTIMIZER else name
+
+
+def _autocast(precision: str | None) -> str | None:
+    """The part of the precision that is the step's: casts have been made when the model was built."""
+    from autoremat._presets import CAST_DTYPES
+
+    return None if precision in CAST_DTYPES else precision
+
+
+def _load(model: str, *, batch: int | None, seq: int | None, precision: str | None, fake: bool) -> Built:
+    from autoremat._loader import load_model
+    from autoremat._step import Precision
+
+    Precision.parse(precision)
+    return load_model(model, batch=batch, seq=seq, precision=precision, fake=fake)
+
+
+def _make_plan(built: Built, report: Callable[[str, float], None], **options: Any) -> Plan:
+    from autoremat._api import plan as run_plan
+
+    return run_plan(built.model, built.batch, loss=built.loss, progress=report, **options)
+
+
+def _read_or_make(
+    plan_file: Path | None,
+    built: Built,
+    report: Callable[[str, float], None],
+    *,
+    budget: str | None,
+    precision: str | None,
+    **options: Any,
+) -> Plan:
+    if plan_file is not None:
+        if budget is not None:
+            raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
+        return Plan.load(plan_file)
+    resolved = _budget(budget, options["target"])
+    return _make_plan(built, report, budget=resolved, precision=_autocast(precision), **options)
+
+
+def _save(made: Plan, output: Path) -> None:
+    try:
+        made.save(output)
+    except OSError as error:
+        raise UsageError(f"Cannot write the plan to {output}: {error.strerror}.") from error
+
+
+def _print_plan(made: Plan, *, json: bool, output: Path | None) -> None:
+    if json:
+        _print(made.to_json().rstrip(), json=True)
+        return
+    console = Console()
+    console.print(_tables.plan_table(made))
+    if made.regions:
+        console.print(_tables.regions_table(made))
+    else:
+        console.print("The plain step fits: nothing is recomputed.")
+    if output is not None:
+        console.print(f"Written to {output}", soft_wrap=True)
+
+
+def _print(what: Any, *, json: bool) -> None:
+    if json:
+        sys.stdout.write(what + "\n")
+    else:
+        Console().print(what)
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    _print(json.dumps(value, indent=1), json=True)
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows a label and a fraction done, on stderr."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda label, fraction: bar.update(task, description=label, completed=fraction)

@@ -1,0 +1,156 @@
+"""Rich tables of plans and results, for terminals. Renders what it is given and computes nothing but its wording."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+from autoremat._plan import Plan, Prediction, Region
+from autoremat._results import UsageReport, VerifyReport
+from autoremat._targets import Target
+from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
+
+MAX_DIFFERENCES = 20
+"""How many differences a table of `VerifyReport` lists."""
+
+
+def plan_table(plan: Plan) -> Table:
+    """The predicted step, plain beside planned: peak by cause, FLOPs, time, and what is left of the budget.
+
+    Args:
+        plan: With both predictions.
+    """
+    assert plan.plain is not None
+    assert plan.planned is not None
+    table = Table(title=_plan_title(plan), title_justify="left", title_style="bold")
+    table.add_column("predicted")
+    table.add_column("plain", justify="right")
+    table.add_column("planned", justify="right", style="bold")
+    plain, planned = plan.plain, plan.planned
+    table.add_row("peak", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes))
+    for cause in plain.peak_by_cause | planned.peak_by_cause:
+        pair = [plain.peak_by_cause.get(cause, 0), planned.peak_by_cause.get(cause, 0)]
+        if any(pair):
+            table.add_row(f"  {cause.replace('_', ' ')}", *(format_bytes(value) for value in pair), style="dim")
+    if plan.budget_bytes is not None:
+        budget = plan.budget_bytes
+        table.add_row(f"budget {format_bytes(budget)}", _margin(plain, budget), _margin(planned, budget))
+    table.add_section()
+    table.add_row("FLOPs", format_flops(plain.flops), _with_overhead(format_flops(planned.flops), plan.overhead_flops))
+    seconds = format_seconds(planned.seconds)
+    table.add_row("step time", format_seconds(plain.seconds), _with_overhead(seconds, plan.overhead_s))
+    table.add_row("peak at", plain.peak_at, planned.peak_at, style="dim")
+    return table
+
+
+def regions_table(plan: Plan) -> Table:
+    """What a plan recomputes: one row for all regions that differ only in numbers of their paths."""
+    table = Table(title=f"{len(plan.regions)} regions", title_justify="left", title_style="bold")
+    table.add_column("region", overflow="fold")
+    table.add_column("calls", justify="right")
+    table.add_column("stores", justify="right")
+    table.add_column("stored outputs", overflow="fold")
+    for path, calls, num_bytes, outputs in region_rows(plan.regions):
+        table.add_row(path, str(calls), format_bytes(num_bytes), outputs)
+    return table
+
+
+def region_rows(regions: Iterable[Region]) -> list[tuple[str, int, int, str]]:
+    """Regions in words: path with numbers as ``*``, how many are alike, bytes stored in each, what is stored.
+
+    Example:
+        >>> region_rows([Region(path="layers.0"), Region(path="layers.1")])
+        [('layers.*', 2, 0, 'inputs only')]
+    """
+    rows = Counter(
+        (_general(region.path), sum(s.num_bytes for s in region.saved), _outputs(region)) for region in regions
+    )
+    return [(path, calls, num_bytes, outputs) for (path, num_bytes, outputs), calls in rows.items()]
+
+
+def verify_table(report: VerifyReport) -> Table:
+    """What was compared, and what differs."""
+    title = "equal to the bit" if report.equal else f"{len(report.differences)} differences"
+    table = Table(title=title, title_justify="left", title_style="bold green" if report.equal else "bold red")
+    table.add_column("compared")
+    table.add_column("plain", justify="right")
+    table.add_column("planned", justify="right")
+    table.add_row("loss", repr(report.loss), repr(report.planned_loss))
+    for kind, count in report.num_compared.items():
+        different = sum(difference.kind == kind for difference in report.differences)
+        table.add_row(f"{count} x {kind}", "", f"{different} differ" if different else "equal")
+    table.add_row("regions recomputed", "", str(report.num_recomputed_regions))
+    for difference in report.differences[:MAX_DIFFERENCES]:
+        table.add_row(f"{difference.kind}: {difference.name}", difference.plain, difference.planned, style="red")
+    return table
+
+
+def usage_table(report: UsageReport) -> Table:
+    """Measured peak and step time, plain beside planned, with the predictions."""
+    table = Table(title=f"measured by {report.judge}", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column("planned", justify="right", style="bold")
+    plain, planned = report.plain, report.planned
+    table.add_row("peak", format_bytes(plain.peak_bytes) if plain else "", format_bytes(planned.peak_bytes))
+    predicted = (report.predicted_plain_bytes, report.predicted_planned_bytes)
+    if any(predicted):
+        table.add_row("predicted peak", *("" if value is None else format_bytes(value) for value in predicted))
+    if report.budget_bytes is not None:
+        word = "within" if report.within_budget else "OVER"
+        table.add_row(f"budget {format_bytes(report.budget_bytes)}", "", word)
+    steps = (plain, planned)
+    table.add_row("step time", *("" if step is None else format_seconds(step.step_s) for step in steps))
+    table.add_row("loss", *("" if step is None else repr(step.loss) for step in steps), style="dim")
+    return table
+
+
+def targets_table(targets: Iterable[Target]) -> Table:
+    """Targets with their memory, rates and sources."""
+    table = Table(caption="Dense peaks; memory as the driver offers it.", caption_justify="left")
+    table.add_column("target", no_wrap=True)
+    for column in ("memory", "float32\nTFLOP/s", "bfloat16\nTFLOP/s", "bandwidth\nGB/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("source", style="dim", no_wrap=True)
+    for target in targets:
+        rates = [target.flops_per_s.get(dtype) for dtype in ("float32", "bfloat16")]
+        table.add_row(
+            target.name,
+            format_bytes(target.memory_bytes),
+            *("none" if rate is None else f"{rate / 1e12:,.1f}" for rate in rates),
+            f"{target.bandwidth_bytes_per_s / 1e9:,.0f}",
+            target.source,
+        )
+    return table
+
+
+def _plan_title(plan: Plan) -> str:
+    parts = [plan.model, plan.precision, plan.optimizer, f"on {plan.target}" if plan.target else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _margin(prediction: Prediction, budget: int) -> Text:
+    left = budget - prediction.peak_bytes
+    if left < 0:
+        return Text(f"too small by {format_bytes(-left)}", style="red")
+    return Text(f"fits, {format_bytes(left)} free", style="green")
+
+
+def _with_overhead(text: str, overhead: float | None) -> str:
+    return text if overhead is None else f"{text} (+{format_percent(overhead)})"
+
+
+def _general(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "(the whole model)"
+
+
+def _outputs(region: Region) -> str:
+    names = Counter(saved.op.removeprefix("aten.").split(".")[0].lstrip("_") for saved in region.saved)
+    parts = [name if count == 1 else f"{count} {name}" for name, count in names.items()]
+    if region.children:
+        parts.append(f"{len(region.children)} regions inside")
+    return ", ".join(parts) or "inputs only"
