@@ -194,23 +194,23 @@ class Blocks:
         self.tape.leave(values[-1])
         return values[-1]
 
-    def _linear(self, x: int, last: int, size: int) -> int:
+    def _linear(self, x: int, _last: int, size: int) -> int:
         (y,) = self.tape.op("addmm", (self.weight, x), (size,), flops=10 * size)
         self.tape.save(inputs=(x,), parameter=self.weight)
         return y
 
-    def _gelu(self, x: int, last: int, size: int) -> int:
+    def _gelu(self, x: int, _last: int, size: int) -> int:
         (y,) = self.tape.op("gelu", (x,), (size,))
         self.tape.save(inputs=(x,))
         return y
 
-    def _relu(self, x: int, last: int, size: int) -> int:
+    def _relu(self, x: int, _last: int, size: int) -> int:
         (y,) = self.tape.op("mul", (x,), (size,), flops=1)
         self.tape.op("relu_", (y,), same=(y,), mutates=(y,))
         self.tape.save(outputs=(y,))
         return y
 
-    def _dropout(self, x: int, last: int, size: int) -> int:
+    def _dropout(self, x: int, _last: int, size: int) -> int:
         (mask,) = self.tape.op("empty_like", (x,), (size,))
         self.tape.op("bernoulli_", (mask,), same=(mask,), mutates=(mask,), is_random=True)
         self.tape.op("div_", (mask,), same=(mask,), mutates=(mask,))
@@ -218,11 +218,11 @@ class Blocks:
         self.tape.save(inputs=(mask,))
         return y
 
-    def _view(self, x: int, last: int, size: int) -> int:
+    def _view(self, x: int, _last: int, _size: int) -> int:
         self.tape.op("view", (x,), same=(x,), is_view=True)
         return x
 
-    def _norm(self, x: int, last: int, size: int) -> int:
+    def _norm(self, x: int, _last: int, size: int) -> int:
         y, mean = self.tape.op("native_layer_norm", (x,), (size, 1))
         self.tape.save(inputs=(x,), outputs=(mean,))
         return y
@@ -237,14 +237,14 @@ class Blocks:
         self.tape.save()
         return y
 
-    def _batch_norm(self, x: int, last: int, size: int) -> int:
+    def _batch_norm(self, x: int, _last: int, size: int) -> int:
         y, mean = self.tape.op(
             "native_batch_norm", (x, self.statistics), (size, 1), mutates=(self.statistics,), flops=1
         )
         self.tape.save(inputs=(x,), outputs=(mean,))
         return y
 
-    def _dead(self, x: int, last: int, size: int) -> int:
+    def _dead(self, x: int, _last: int, size: int) -> int:
         self.tape.op("argmax", (x,), (size,), flops=size)
         return x
 

@@ -59,7 +59,7 @@ def test_a_missing_event_is_noticed(action: Action) -> None:
 
 def test_a_missing_save_is_noticed() -> None:
     graph, schedule = _planned()
-    with pytest.raises(AssertionError, match="neither stored nor recomputed|comes back with other values"):
+    with pytest.raises(AssertionError, match=r"neither stored nor recomputed|comes back with other values"):
         run_schedule(graph, _break(schedule, Action.SAVE))
 
 
@@ -78,5 +78,5 @@ def test_running_an_op_outside_its_region_is_noticed() -> None:
 def test_mutating_a_stored_tensor_again_is_noticed() -> None:
     graph, schedule = _planned()
     mutator = next(op.index for op in graph.ops if op.name == "aten.div_.default")
-    with pytest.raises(AssertionError, match="a second time|neither stored"):
+    with pytest.raises(AssertionError, match=r"a second time|neither stored"):
         run_schedule(graph, _break(schedule, Action.RECOMPUTE, insert=Event(Action.RECOMPUTE, op=mutator, region=0)))

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -122,4 +123,4 @@ def _micro_steps(graph: StepGraph) -> tuple[tuple[int, int], ...]:
     """Clocks between which each micro-step lies; what comes before the first belongs to it."""
     starts = [call.start for call in graph.calls if call.parent == -1]
     edges = [0, *starts[1:], len(graph.ops)]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    return tuple(pairwise(edges))

@@ -26,7 +26,7 @@ from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._units import Inner, Unit, build_units
 
 TIE_BREAK = 1e-4
-"""Weight of moved bytes, and of stored bytes, against the cost of the whole region: breaks ties, decides nothing else."""
+"""Weight of moved and of stored bytes against the cost of the whole region: breaks ties, decides nothing else."""
 _SCALE = 1000.0
 _MIP_GAP = 1e-6
 _RESOLUTION = 10**6

@@ -49,7 +49,7 @@ class Problem:
 
     def regions(self, choice: Choice) -> tuple[RegionSpec, ...]:
         """The regions of a path, in every micro-step."""
-        specs = []
+        specs: list[RegionSpec] = []
         for number, position in choice.options:
             candidate = self.segments.candidates[number]
             kept = self.options[number][position].kept

@@ -196,7 +196,7 @@ def _entering(facts: Facts, calls: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _inner(facts: Facts, call: int, users: dict[int, list[int]]) -> Inner:
-    graph, span, calls = facts.graph, facts.graph.calls[call], facts.graph.subtree(call)
+    span, calls = facts.graph.calls[call], facts.graph.subtree(call)
     inside = facts.born_in(span.start, span.end)
     needed = frozenset(r.storage for r in facts.saved_in(call) if _is_inside(facts, call, r.storage))
     deaths = {s: facts.death_without(s, calls) for s in inside}
