@@ -185,3 +185,30 @@ class UsageReport(JsonResult):
             error = self.planned.peak_bytes / self.predicted_planned_bytes - 1
             parts.append(f"{format_percent(error)} off the prediction")
         return f"<UsageReport: {'; '.join(parts)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRuns(JsonResult):
+    """The same training twice, plain and planned, from the same seeds.
+
+    Attributes:
+        plain_losses: Loss of each step of the plain run.
+        planned_losses: The same of the planned run.
+        plain_step_s: Median wall time of a plain step.
+        planned_step_s: Median wall time of a planned step.
+    """
+
+    plain_losses: tuple[float, ...]
+    planned_losses: tuple[float, ...]
+    plain_step_s: float
+    planned_step_s: float
+
+    @property
+    def num_equal(self) -> int:
+        """How many losses are equal to the bit."""
+        return sum(a == b for a, b in zip(self.plain_losses, self.planned_losses, strict=True))
+
+    @property
+    def equal(self) -> bool:
+        """Whether all are."""
+        return self.num_equal == len(self.plain_losses)

@@ -115,7 +115,7 @@ def targets_table(targets: Iterable[Target]) -> Table:
     table.add_column("target", no_wrap=True)
     for column in ("memory", "float32\nTFLOP/s", "bfloat16\nTFLOP/s", "bandwidth\nGB/s"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("source", style="dim", no_wrap=True)
+    table.add_column("source", style="dim")
     for target in targets:
         rates = [target.flops_per_s.get(dtype) for dtype in ("float32", "bfloat16")]
         table.add_row(

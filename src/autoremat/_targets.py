@@ -134,8 +134,8 @@ def _cpu() -> Target:
     )
 
 
-_GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
-_ADA = "NVIDIA Ada GPU Architecture whitepaper"
+_GA102 = "NVIDIA Ampere GA102 whitepaper"
+_ADA = "NVIDIA Ada whitepaper"
 _SOURCES = {
     "rtx3070-8g": _GA102,
     "rtx3060-12g": "NVIDIA GeForce RTX 3060 specifications",
@@ -146,7 +146,7 @@ _SOURCES = {
     "l4-24g": "NVIDIA L4 datasheet",
     "rtx3090-24g": _GA102,
     "rtx4090-24g": _ADA,
-    "rtx5090-32g": "NVIDIA RTX Blackwell GPU Architecture whitepaper",
+    "rtx5090-32g": "NVIDIA RTX Blackwell whitepaper",
     "v100-32g": "NVIDIA V100 datasheet (SXM2)",
     "a100-40g": "NVIDIA A100 datasheet (SXM4)",
     "l40s-48g": "NVIDIA L40S datasheet",

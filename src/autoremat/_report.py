@@ -1,0 +1,273 @@
+"""One self-contained HTML page about plans and results: pictures, tables, light and dark, no network.
+
+Renders plain data and computes nothing: every figure on the page is in a `ReportSection`.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autoremat._figures import measured_figure, memory_figure
+from autoremat._plan import Plan
+from autoremat._results import MemoryProfile, TrainedRuns, UsageReport, VerifyReport
+from autoremat._step_graph import CAUSES
+from autoremat._tables import region_rows
+from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSection:
+    """One model in a report; what is None is left out.
+
+    Attributes:
+        title: Heading.
+        text: A paragraph below it.
+        plain: Predicted memory of the plain step.
+        planned: Predicted memory of the planned step.
+        plan: The plan.
+        verified: What `verify` found.
+        usage: What `measure` found.
+        trained: Losses and times of two trainings.
+    """
+
+    title: str
+    text: str = ""
+    plain: MemoryProfile | None = None
+    planned: MemoryProfile | None = None
+    plan: Plan | None = None
+    verified: VerifyReport | None = None
+    usage: UsageReport | None = None
+    trained: TrainedRuns | None = None
+
+
+def render_report(sections: Sequence[ReportSection], *, title: str = "autoremat", footer: str = "") -> str:
+    """Render a page.
+
+    Args:
+        sections: In order.
+        title: Title of the page.
+        footer: A line at its end, such as the command and the versions that made it.
+
+    Returns:
+        HTML, complete in itself.
+
+    Raises:
+        UsageError: If matplotlib is not installed.
+    """
+    body = "\n".join(_section(section) for section in sections)
+    return _PAGE.format(
+        title=html.escape(title),
+        style=_STYLE,
+        body=body,
+        footer=f"<footer>{html.escape(footer)}</footer>" if footer else "",
+    )
+
+
+def _section(section: ReportSection) -> str:
+    parts = [f"<h2>{html.escape(section.title)}</h2>"]
+    if section.text:
+        parts.append(f"<p>{html.escape(section.text)}</p>")
+    parts.append(_cards(section))
+    profiles = [(name, p) for name, p in (("Plain", section.plain), ("Planned", section.planned)) if p is not None]
+    if profiles:
+        budget = section.plan.budget_bytes if section.plan is not None else None
+        legend = _legend(
+            {cause for _, profile in profiles for cause, values in profile.by_cause.items() if any(values)}
+        )
+        parts.append(f"<figure>{legend}<div>{memory_figure(profiles, budget_bytes=budget)}</div></figure>")
+    if section.usage is not None and section.usage.planned.curve_s:
+        parts.append(f"<figure><figcaption>Measured: {html.escape(section.usage.judge)}</figcaption>")
+        parts.append(f"<div>{measured_figure(section.usage)}</div></figure>")
+    tables = [_peak_table(profiles), _measured_table(section), _verified_table(section), _regions_table(section.plan)]
+    parts.append(f'<div class="tables">{"".join(tables)}</div>')
+    parts.append(_losses(section.trained))
+    return f"<section>{''.join(parts)}</section>"
+
+
+def _cards(section: ReportSection) -> str:
+    cards: list[tuple[str, str, str]] = []
+    if section.plan is not None and section.plan.plain is not None and section.plan.planned is not None:
+        plan, plain, planned = section.plan, section.plan.plain, section.plan.planned
+        over = plan.budget_bytes is not None and plain.peak_bytes > plan.budget_bytes
+        cards.append(("plain peak", format_bytes(plain.peak_bytes), "over the budget" if over else "predicted"))
+        cards.append(("planned peak", format_bytes(planned.peak_bytes), "predicted"))
+        if plan.budget_bytes is not None:
+            cards.append(("budget", format_bytes(plan.budget_bytes), plan.target))
+        cards.append(("extra FLOPs", f"+{format_percent(plan.overhead_flops or 0)}", format_flops(planned.flops)))
+        cards.append(("extra time", f"+{format_percent(plan.overhead_s or 0)}", "predicted"))
+    if section.usage is not None:
+        word = {True: "within the budget", False: "over the budget", None: ""}[section.usage.within_budget]
+        cards.append(("measured peak", format_bytes(section.usage.planned.peak_bytes), word))
+    if section.trained is not None:
+        total = len(section.trained.plain_losses)
+        cards.append(("equal losses", f"{section.trained.num_equal} of {total}", "to the bit"))
+    items = (
+        f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd><small>{_e(note)}</small></div>" for name, value, note in cards
+    )
+    return f'<dl class="cards">{"".join(items)}</dl>'
+
+
+def _legend(causes: Iterable[str]) -> str:
+    found = set(causes)
+    items = (
+        f'<li><i style="background:var(--cause-{cause.replace("_", "-")})"></i>{cause.replace("_", " ")}</li>'
+        for cause in reversed(CAUSES)
+        if cause in found
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _peak_table(profiles: Sequence[tuple[str, MemoryProfile]]) -> str:
+    if not profiles:
+        return ""
+    causes = [cause for cause in CAUSES if any(profile.peak_by_cause.get(cause, 0) for _, profile in profiles)]
+    rows = [
+        [cause.replace("_", " "), *(format_bytes(profile.peak_by_cause.get(cause, 0)) for _, profile in profiles)]
+        for cause in causes
+    ]
+    rows.append(["peak", *(format_bytes(profile.peak_bytes) for _, profile in profiles)])
+    rows.append(["at", *(profile.peak_at for _, profile in profiles)])
+    return _table("Predicted peak by cause", ["", *(name.lower() for name, _ in profiles)], rows, total=len(causes))
+
+
+def _measured_table(section: ReportSection) -> str:
+    usage, trained = section.usage, section.trained
+    rows: list[list[str]] = []
+    if usage is not None:
+        plain = usage.plain
+        rows.append(["peak", format_bytes(plain.peak_bytes) if plain else "", format_bytes(usage.planned.peak_bytes)])
+        predicted = (usage.predicted_plain_bytes, usage.predicted_planned_bytes)
+        rows.append(["predicted peak", *("" if value is None else format_bytes(value) for value in predicted)])
+        rows.append(["bytes", f"{plain.peak_bytes:,}" if plain else "", f"{usage.planned.peak_bytes:,}"])
+        rows.append(["predicted bytes", *("" if value is None else f"{value:,}" for value in predicted)])
+        rows.append(["step time", format_seconds(plain.step_s) if plain else "", format_seconds(usage.planned.step_s)])
+    if trained is not None:
+        times = (trained.plain_step_s, trained.planned_step_s)
+        rows.append(["step time in training", *(format_seconds(value) for value in times)])
+    return _table("Measured", ["", "plain", "planned"], rows)
+
+
+def _verified_table(section: ReportSection) -> str:
+    report = section.verified
+    if report is None:
+        return ""
+    rows = [["loss", repr(report.loss), repr(report.planned_loss)]]
+    for kind, count in report.num_compared.items():
+        different = sum(difference.kind == kind for difference in report.differences)
+        rows.append([f"{count} x {kind}", "", f"{different} differ" if different else "equal"])
+    rows += [[f"{d.kind}: {d.name}", d.plain, d.planned] for d in report.differences]
+    title = "Verified: equal to the bit" if report.equal else "Verified: differences"
+    return _table(title, ["", "plain", "planned"], rows)
+
+
+def _regions_table(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    rows = [
+        [path, str(calls), format_bytes(num_bytes), outputs]
+        for path, calls, num_bytes, outputs in region_rows(plan.regions)
+    ]
+    return _table(f"{len(plan.regions)} regions", ["region", "calls", "stores", "stored outputs"], rows, wide=True)
+
+
+def _losses(trained: TrainedRuns | None) -> str:
+    if trained is None:
+        return ""
+    pairs = zip(trained.plain_losses, trained.planned_losses, strict=True)
+    rows = [[str(step), repr(a), repr(b), "equal" if a == b else "differs"] for step, (a, b) in enumerate(pairs)]
+    table = _table("", ["step", "plain loss", "planned loss", ""], rows)
+    return f"<details><summary>Losses of all {len(rows)} steps</summary>{table}</details>"
+
+
+def _table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, total: int | None = None, wide: bool = False
+) -> str:
+    if not rows:
+        return ""
+    caption = f"<caption>{_e(title)}</caption>" if title else ""
+    heads = "".join(f'<th scope="col">{_e(text)}</th>' for text in head)
+    lines = []
+    for index, row in enumerate(rows):
+        first, *others = row
+        cells = f'<th scope="row">{_e(first)}</th>' + "".join(f"<td>{_e(text)}</td>" for text in others)
+        lines.append(f'<tr class="total">{cells}</tr>' if index == total else f"<tr>{cells}</tr>")
+    kind = ' class="wide"' if wide else ""
+    return f"<table{kind}>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _e(text: str) -> str:
+    return html.escape(text)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+{body}
+{footer}
+</main>
+</body>
+</html>
+"""
+_STYLE = """
+:root {
+  --page: #fcfcfb; --card: #f3f3f0; --text: #1c1e21; --muted: #666b73; --grid: #e3e3de;
+  --budget: #c2312b; --plain: #8a8f98; --planned: #1f6fd1;
+  --cause-parameter: #33465e; --cause-optimizer-state: #5d7796; --cause-gradient: #93a9c2; --cause-buffer: #b9a87f;
+  --cause-input: #d9cfb4; --cause-activation: #e08a2e; --cause-temporary: #f3c98b;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #15171a; --card: #1f2226; --text: #e8e9ea; --muted: #9a9fa8; --grid: #2e3238;
+    --budget: #ff6b61; --plain: #8f959e; --planned: #62a8ff;
+    --cause-parameter: #3f5877; --cause-optimizer-state: #6485ad; --cause-gradient: #94b0d0; --cause-buffer: #8d7f5c;
+    --cause-input: #b8aa82; --cause-activation: #e8963c; --cause-temporary: #f5cd92;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--text);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 2.5rem 1.5rem 4rem; }
+h1 { font-size: 1.7rem; margin: 0 0 .5rem; letter-spacing: -.01em; }
+h2 { font-size: 1.25rem; margin: 2.5rem 0 .25rem; }
+p { max-width: 46rem; margin: .25rem 0 1rem; color: var(--muted); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem;
+  margin: 1rem 0 1.5rem; }
+.cards div { background: var(--card); border-radius: 8px; padding: .7rem .9rem; }
+.cards dt { color: var(--muted); font-size: .8rem; }
+.cards dd { margin: 0; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.cards small { color: var(--muted); }
+figure { margin: 0 0 1.5rem; }
+figure > div { overflow-x: auto; }
+figure svg { display: block; width: 100%; min-width: 700px; height: auto; }
+figcaption { font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.1rem; list-style: none; margin: 0 0 .4rem; padding: 0;
+  font-size: .85rem; color: var(--muted); }
+.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
+.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1rem 2.5rem;
+  align-items: start; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
+table.wide { grid-column: 1 / -1; }
+caption { text-align: left; font-weight: 600; font-size: .95rem; padding: .3rem 0; }
+th, td { text-align: right; padding: .28rem 0 .28rem .9rem; border-bottom: 1px solid var(--grid); font-weight: 400;
+  vertical-align: top; }
+td, table.wide th:first-child { overflow-wrap: anywhere; }
+th:first-child { text-align: left; padding-left: 0; }
+thead th { color: var(--muted); font-size: .8rem; }
+table.wide th, table.wide td:last-child { text-align: left; }
+table.wide th:nth-child(2), table.wide th:nth-child(3) { text-align: right; }
+.total th, .total td { font-weight: 600; }
+details { margin-top: 1rem; }
+summary { cursor: pointer; color: var(--muted); }
+footer { margin-top: 3rem; color: var(--muted); font-size: .85rem; }
+"""

@@ -1,0 +1,115 @@
+"""Results made up for tests of renderers: no model is run."""
+
+from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput
+from autoremat._results import Difference, MeasuredStep, MemoryProfile, TrainedRuns, UsageReport, VerifyReport
+
+GIB = 2**30
+
+
+def profile(*, num_blocks: int = 24, block_bytes: int = GIB, num_regions: int = 0) -> MemoryProfile:
+    """A step of a chain of blocks: activations grow in forward and shrink in backward."""
+    static = {"parameter": GIB, "optimizer_state": 2 * GIB, "buffer": GIB // 64, "input": GIB // 256}
+    kept = block_bytes // (8 if num_regions else 1)
+    grow = [kept * i for i in range(num_blocks + 1)]
+    activation = [*grow, *reversed(grow), 0, 0]
+    temporary = [GIB // 4 if i % 2 else 0 for i in range(len(activation))]
+    if num_regions:
+        temporary = [t + (block_bytes if i > num_blocks else 0) for i, t in enumerate(temporary)]
+    gradient = [
+        max(0, i - num_blocks) * GIB // num_blocks if i < len(activation) - 1 else GIB for i in range(len(activation))
+    ]
+    by_cause = {
+        **{cause: (value,) * len(activation) for cause, value in static.items()},
+        "gradient": tuple(gradient),
+        "activation": tuple(activation),
+        "temporary": tuple(temporary),
+    }
+    totals = [sum(values) for values in zip(*by_cause.values(), strict=True)]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    return MemoryProfile(
+        peak_bytes=totals[peak],
+        peak_by_cause={cause: values[peak] for cause, values in by_cause.items()},
+        peak_point=peak,
+        peak_at="forward, cls.predictions.decoder: aten.addmm",
+        static_bytes=sum(static.values()),
+        seconds=tuple(0.01 * i for i in range(len(totals))),
+        by_cause=by_cause,
+        phases=(("forward", 0), ("backward", num_blocks + 1), ("optimizer", len(totals) - 2)),
+        alive_at_peak=(),
+        recomputed_flops=10**12 if num_regions else 0,
+        flops=10**13 + (10**12 if num_regions else 0),
+        step_s=0.01 * len(totals),
+    )
+
+
+def plan(*, num_regions: int = 24) -> Plan:
+    saved = SavedOutput(
+        op="aten._scaled_dot_product_flash_attention.default",
+        occurrence=0,
+        output=0,
+        module="attention.self",
+        num_bytes=GIB // 8,
+    )
+    return Plan(
+        regions=tuple(
+            Region(path=f"bert.encoder.layer.{i}", saved=(saved,), skipped=(OpCall(saved.op, 0),))
+            for i in range(num_regions)
+        ),
+        budget_bytes=12 * GIB,
+        plain=_prediction(profile()),
+        planned=_prediction(profile(num_regions=num_regions)),
+        smallest_bytes=7 * GIB,
+        static_bytes=3 * GIB,
+        model="BertForMaskedLM",
+        optimizer="adamw",
+        target="rtx3090-24g",
+        bound=0.09,
+    )
+
+
+def _prediction(of: MemoryProfile) -> Prediction:
+    return Prediction(
+        peak_bytes=of.peak_bytes, peak_by_cause=of.peak_by_cause, peak_at=of.peak_at, flops=of.flops, seconds=of.step_s
+    )
+
+
+def usage(*, budget_bytes: int = 12 * GIB) -> UsageReport:
+    def step(of: MemoryProfile) -> MeasuredStep:
+        totals = tuple(sum(values) for values in zip(*of.by_cause.values(), strict=True))
+        return MeasuredStep(
+            peak_bytes=of.peak_bytes,
+            static_bytes=of.static_bytes,
+            step_s=of.step_s,
+            all_step_s=(of.step_s,),
+            loss=1.25,
+            curve_s=of.seconds,
+            curve_bytes=totals,
+        )
+
+    plain, planned = profile(), profile(num_regions=24)
+    return UsageReport(
+        plain=step(plain),
+        planned=step(planned),
+        predicted_plain_bytes=plain.peak_bytes,
+        predicted_planned_bytes=planned.peak_bytes,
+        budget_bytes=budget_bytes,
+        judge="profiler memory events",
+    )
+
+
+def verified(*, equal: bool = True) -> VerifyReport:
+    differences = () if equal else (Difference("gradient", "layer.<0>.weight", "0.5", "0.25"),)
+    return VerifyReport(
+        equal=equal,
+        num_compared={"loss": 1, "gradient": 199, "buffer": 2},
+        differences=differences,
+        loss=1.25,
+        planned_loss=1.25,
+        num_recomputed_regions=24,
+    )
+
+
+def trained(*, num_equal: int = 12) -> TrainedRuns:
+    losses = tuple(5.5 - 0.1 * i for i in range(12))
+    planned = tuple(loss if i < num_equal else loss + 1e-7 for i, loss in enumerate(losses))
+    return TrainedRuns(plain_losses=losses, planned_losses=planned, plain_step_s=0.5, planned_step_s=0.55)
