@@ -94,12 +94,13 @@ def checkpoint(
         with in_forward:
             return function(*args, **kwargs)
     modules = list(dict.fromkeys(_modules_of(function, args, kwargs)))
+    override = compat.early_stop_override()
     recipe = Recipe(
         _name(function),
         _watch_of(modules),
         check="first" if determinism_check == "default" and preserve_rng_state else "never",
         preserve_rng_state=preserve_rng_state,
-        early_stop=early_stop and compat.is_early_stop_enabled(),
+        early_stop=early_stop if override is None else override,
         learned=_learned_about(function, modules),
     )
     recipe.compares_shapes = determinism_check == "default"

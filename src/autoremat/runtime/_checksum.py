@@ -61,7 +61,7 @@ def _contiguous_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _bytes_hash(tensor: torch.Tensor) -> int:
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_neg().resolve_conj()
-    octets = tensor.reshape(-1).view(torch.uint8)
+    octets = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
     misaligned: int = octets.storage_offset() % LANE_BYTES  # type: ignore[assignment]
     start = (LANE_BYTES - misaligned) % LANE_BYTES
     end = start + (len(octets) - start) // LANE_BYTES * LANE_BYTES

@@ -454,6 +454,8 @@ class Replay:
         """What autograd calls for a tensor that it saves: the next holder gets it."""
         frame, index = self._frame, self._index
         self._index = index + 1
+        # With its grad_fn, a kept tensor would hold the recomputed graph, and an output its own node.
+        tensor = tensor.detach()
         if index < len(frame.holders):
             holder = frame.holders[index]()
             if frame.expected[index] != (tensor.shape, tensor.dtype) and frame.recipe.compares_shapes:
@@ -510,7 +512,7 @@ class Replay:
         child = frame.children[index]()
         if child is None or child.is_done:
             return Active(None, owner, is_rerun=True)
-        if child.recipe is not recipe:
+        if child.recipe.name != recipe.name:
             self._refuse(f"{recipe.name} runs where {child.recipe.name} ran in forward. Its forward took another path.")
         self._children_left -= 1
         return Active(child, owner, is_rerun=True)

@@ -54,7 +54,7 @@ def _is_right(read: Reader | None, generator: random.Random) -> bool:
 
 def _make_python_fingerprint() -> Reader:
     sample = random.Random(1)  # noqa: S311 (a stand-in, to check the layout with)
-    read = _python_reader(random._inst)  # type: ignore[attr-defined]
+    read = _python_reader(random._inst)
     return read if read is not None and _is_right(_python_reader(sample), sample) else random.getstate
 
 

@@ -22,7 +22,14 @@ from autoremat._plan import UNCOUNTED_OPS, Region
 from autoremat.runtime._ambient import RandomStates, read_torch_random
 from autoremat.runtime._module_state import version_of
 
-_TO_COPY = torch.ops.aten._to_copy.default
+_aten = torch.ops.aten
+_TO_COPY = _aten._to_copy.default
+_MIRRORS: dict[Any, Any] = {
+    _aten.le.Tensor: _aten.ge.Tensor,
+    _aten.ge.Tensor: _aten.le.Tensor,
+    _aten.lt.Tensor: _aten.gt.Tensor,
+    _aten.gt.Tensor: _aten.lt.Tensor,
+}
 
 
 @dataclass(slots=True)
@@ -50,6 +57,8 @@ class Operator:
         is_uncounted: Whether forward and recompute may run it a different number of times.
         is_cast: Whether it may be autocast's cast of a parameter, which is not counted either.
         returns_argument: Index of the argument that it returns (in-place ops), None if it makes a new tensor.
+        mirror: For ``a >= b``, the operator of ``b <= a``: Python turns a comparison round if the right side is of a
+            subclass, as a `StandIn` is.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Operator:
     is_uncounted: bool = False
     is_cast: bool = False
     returns_argument: int | None = None
+    mirror: Any = None
 
 
 class OpTable(dict[Any, "Operator | None"]):
@@ -78,10 +88,16 @@ class OpTable(dict[Any, "Operator | None"]):
         for name in UNCOUNTED_OPS:
             operator = _resolve(name, region.path)
             self[operator] = Operator(name, 0, {}, is_random=False, is_uncounted=True)
-        for name, calls in planned.items():
+        for name in planned:
             if name in UNCOUNTED_OPS:
                 raise PlanError(f"Region {region.path!r}: {name} cannot be stored or skipped. Make the plan again.")
-            self._add(_resolve(name, region.path), calls)
+        operators = {_resolve(name, region.path): calls for name, calls in planned.items()}
+        for operator, calls in operators.items():
+            known = self.get(operator)
+            if known is None:
+                self._add(operator, calls)
+            else:
+                known.calls = calls  # added before as the mirror of another
         if _TO_COPY not in self:
             self._add(_TO_COPY, {})
 
@@ -89,11 +105,14 @@ class OpTable(dict[Any, "Operator | None"]):
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
         self.num_slots += 1
         self.has_skipped_random |= is_random and any(call.is_skipped or call.saved for call in calls.values())
+        mirror = _MIRRORS.get(operator)
         entry = Operator(
             str(operator), self.num_slots, calls, is_random=is_random, is_cast=operator is _TO_COPY,
-            returns_argument=_returned_argument(operator),
+            returns_argument=_returned_argument(operator), mirror=mirror,
         )  # fmt: skip
         self[operator] = entry
+        if mirror is not None and mirror not in self:
+            self._add(mirror, {})
         return entry
 
     def __missing__(self, operator: Any) -> Operator | None:
@@ -290,6 +309,10 @@ class Player(_Mode):
         if entry.is_uncounted or (entry.is_cast and _is_parameter_cast(args)):
             return func(*args, **kwargs)
         position = self.position
+        if entry.mirror is not None and isinstance(args[0], StandIn) and not isinstance(args[1], StandIn):
+            mirrored = self._turned_back(entry, position)
+            if mirrored is not None:
+                entry, func, args = mirrored, entry.mirror, args[::-1]
         self.position = position + 1
         counts = self.counts
         while entry.slot >= len(counts):
@@ -307,6 +330,13 @@ class Player(_Mode):
         if record is None or record.position != position:
             self._refuse_order(entry, occurrence, position, record)
         return self._hand_out(entry, call, record, (func, args, kwargs))
+
+    def _turned_back(self, entry: Operator, position: int) -> Operator | None:
+        """The comparison that forward saw here, if Python turned it round."""
+        mirrored = self.table[entry.mirror]
+        assert mirrored is not None
+        record = self.store.records.get((mirrored.slot, self.counts[mirrored.slot]))
+        return mirrored if record is not None and record.position == position else None
 
     def _hand_out(self, entry: Operator, call: Planned, record: Record, run: tuple[Any, Any, dict[str, Any]]) -> Any:
         func, args, kwargs = run
@@ -359,6 +389,7 @@ class StandIn(torch.Tensor):
 
     _origin: str
     _region: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, shape: Shape, origin: str, region: str) -> Self:

@@ -26,9 +26,9 @@ __all__ = [
     "DefaultHook",
     "OpLog",
     "dispatch_modes_active",
+    "early_stop_override",
     "function_modes",
     "has_no_data",
-    "is_early_stop_enabled",
     "pop_dispatch_mode",
     "pop_hooks",
     "push_dispatch_mode",
@@ -79,16 +79,16 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def is_early_stop_enabled() -> bool:
-    """What ``torch.utils.checkpoint.set_checkpoint_early_stop`` says. It has no public reader."""
-    return bool(torch.utils.checkpoint._enable_checkpoint_early_stop)
+def early_stop_override() -> bool | None:
+    """What ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, None outside it. It has no public reader."""
+    return torch.utils.checkpoint._enable_checkpoint_early_stop
 
 
 class OpLog(TorchDispatchMode):
     """Lists the names of the ops that run."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
