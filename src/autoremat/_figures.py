@@ -168,7 +168,7 @@ def _budget_line(axes: Any, budget_bytes: int, scale: int) -> None:
         f"budget {format_bytes(budget_bytes)}",
         (1.0, budget_bytes / scale),
         xycoords=("axes fraction", "data"),
-        xytext=(-3, 3),
+        xytext=(-3, 5),
         textcoords="offset points",
         ha="right",
         bbox={"facecolor": _PLACEHOLDERS["page"], "edgecolor": "none", "alpha": 0.85, "pad": 1.2},

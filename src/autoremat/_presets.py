@@ -148,7 +148,7 @@ def _bert_large(seq: int) -> nn.Module:
 
 
 def _gpt2(seq: int) -> nn.Module:
-    config = _transformers("GPT2Config")(n_positions=max(1024, seq), use_cache=False)
+    config = _transformers("GPT2Config")(n_positions=max(1024, seq), use_cache=False, loss_type="ForCausalLM")
     model: nn.Module = _transformers("GPT2LMHeadModel")(config)
     return model
 

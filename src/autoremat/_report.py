@@ -262,7 +262,8 @@ caption { text-align: left; font-weight: 600; font-size: .95rem; padding: .3rem 
 th, td { text-align: right; padding: .28rem 0 .28rem .9rem; border-bottom: 1px solid var(--grid); font-weight: 400;
   vertical-align: top; }
 td, table.wide th:first-child { overflow-wrap: anywhere; }
-th:first-child { text-align: left; padding-left: 0; }
+th:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
+table.wide th:first-child { white-space: normal; }
 thead th { color: var(--muted); font-size: .8rem; }
 table.wide th, table.wide td:last-child { text-align: left; }
 table.wide th:nth-child(2), table.wide th:nth-child(3) { text-align: right; }
