@@ -37,6 +37,7 @@ class TinyBlock(nn.Module):
         self.scale = nn.Parameter(torch.full((width,), 0.9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block."""
         for _ in range(NUM_OPS // 2):
             x = torch.tanh(x * self.scale)
         return x
@@ -50,6 +51,7 @@ class LargeBlock(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
@@ -64,6 +66,7 @@ class Chain(nn.Module):
         self.wrap = wrap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block."""
         for block in self.blocks:
             x = block(x) if self.wrap is None else self.wrap(block, x)
         return x

@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
-from comparing import call, compare, seed
-from region_recording import keepable, record, region
 from torch import nn
-from zoo import MODELS
 
 import autoremat.runtime as ar
 from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import OpCall, Plan, Region, SavedOutput
+from comparing import call, compare, seed
+from region_recording import keepable, record, region
+from zoo import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -164,7 +164,7 @@ def test_call_numbers_start_anew_after_an_exception():
     model = Twice()
     applied = ar.apply(model, Plan((Region("block", 1),)))
     model.fails = True
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError):  # noqa: PT011
         model(torch.ones(1, 4))
     model.fails = False
     model(torch.ones(1, 4)).sum().backward()

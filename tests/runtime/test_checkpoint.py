@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from comparing import seed
 from torch import nn
 
 import autoremat.runtime as ar
 from autoremat._errors import RecomputeError, UsageError
+from comparing import seed
 
 
 def grads_of(function, *inputs, run=None, **kwargs):
@@ -215,7 +215,9 @@ def test_context_fn():
 def test_context_fn_takes_torchs_selective_contexts():
     def policy(_context, op, *_args, **_kwargs):
         save = op is torch.ops.aten.mm.default
-        return torch_checkpoint.CheckpointPolicy.MUST_SAVE if save else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            torch_checkpoint.CheckpointPolicy.MUST_SAVE if save else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, policy)
     x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
@@ -397,7 +399,7 @@ def test_another_number_of_saved_tensors_is_refused(fewer):
     x = torch.randn(4, requires_grad=True)
     y = ar.checkpoint(function, x, early_stop=False)
     times[0] = 2 if fewer else 4
-    with pytest.raises(RecomputeError, match="forward saved 3 tensors for backward, recompute save[ds]"):
+    with pytest.raises(RecomputeError, match="forward saved 3 tensors for backward, recompute save[ds]"):  # noqa: RUF043
         y.sum().backward()
 
 

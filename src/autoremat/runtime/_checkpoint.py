@@ -122,7 +122,7 @@ def checkpoint_sequential(
     functions: nn.Sequential | list[Callable[..., Any]],
     segments: int,
     input: Any,  # noqa: A002 (torch's name)
-    use_reentrant: bool | None = False,  # noqa: FBT001, FBT002 (torch's order)
+    use_reentrant: bool | None = False,
     **kwargs: Any,
 ) -> Any:
     """Run functions one after the other, in segments of which all but the last are checkpointed.

@@ -499,7 +499,9 @@ class Replay:
         )
 
     def _refuse(self, cause: str) -> None:
-        # Kept as well as raised: the user's forward may catch it.
+        # Kept as well as raised: the user's forward may catch it, and the first refusal is the one that explains.
+        if self._error is not None:
+            raise self._error
         self._error = self._frame.recipe.error(f"{self._frame.recipe.name}: {cause}")
         raise self._error
 
@@ -519,6 +521,8 @@ class Replay:
 
     def _check_complete(self) -> None:
         frame = self._frame
+        if frame.store is not None and self._mode is not None:
+            frame.store.check(frame.recipe.name, self._mode.skipped_writes)
         missing = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         if missing:
             self._refuse(

@@ -21,6 +21,7 @@ from autoremat._errors import PlanError, RecomputeError
 from autoremat._plan import UNCOUNTED_OPS, Region
 from autoremat.runtime._ambient import RandomStates, read_torch_random
 from autoremat.runtime._module_state import version_of
+from autoremat.runtime._torch_compat import alias
 
 _aten = torch.ops.aten
 _TO_COPY = _aten._to_copy.default
@@ -199,6 +200,29 @@ class Store:
         """Every stored output."""
         return [o for record in self.records.values() for o in record.outputs if isinstance(o, Stored)]
 
+    def check(self, region: str, skipped_writes: dict[int, int]) -> None:
+        """After recompute: stored outputs must be as they were.
+
+        Args:
+            region: For the message.
+            skipped_writes: In-place ops that were left out, by storage; autograd counts their versions all the same.
+
+        Raises:
+            RecomputeError: If an op that recompute ran has changed one.
+        """
+        for record in self.records.values():
+            for output in record.outputs:
+                if not isinstance(output, Stored):
+                    continue
+                version = version_of(output.tensor)
+                num_writes = version - output.version
+                output.version = version
+                if num_writes and num_writes != skipped_writes.get(output.tensor.untyped_storage()._cdata, 0):
+                    raise RecomputeError(
+                        f"{region}: recompute changed a stored output ({output.tensor.dtype}, "
+                        f"{list(output.tensor.shape)}) in place. The plan must skip that operation; make it again."
+                    )
+
     def seal(self) -> None:
         """At the end of the region: note the versions that stored outputs must keep."""
         for output in self.stored():
@@ -213,7 +237,7 @@ def _note(output: Any, index: int, saved: tuple[int, ...]) -> Any:
     if not isinstance(output, torch.Tensor):
         return output
     if index in saved:
-        return Stored(output.detach())
+        return Stored(alias(output))
     return Shape(tuple(output.shape), output.stride(), output.dtype, output.device, int(output.storage_offset()))
 
 
@@ -296,6 +320,7 @@ class Player(_Mode):
         self.position = 0
         self.counts = [0] * (table.num_slots + 1)
         self.num_run = self.num_stored = self.num_skipped = 0
+        self.skipped_writes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = self.table[func]
@@ -342,7 +367,11 @@ class Player(_Mode):
         func, args, kwargs = run
         if not record.outputs:
             self.num_skipped += 1
-            return _argument(entry.returns_argument, func, args, kwargs)
+            argument = _argument(entry.returns_argument, func, args, kwargs)
+            if type(argument) is torch.Tensor and argument.layout == torch.strided:
+                storage = argument.untyped_storage()._cdata
+                self.skipped_writes[storage] = self.skipped_writes.get(storage, 0) + 1
+            return argument
         if not call.is_skipped and any(isinstance(output, Shape) for output in record.outputs):
             self.num_run += 1
             real = func(*args, **kwargs)
@@ -366,7 +395,7 @@ class Player(_Mode):
                     "the region ended. Keep the operation inside the region, write it out of place, or plan again "
                     "without this saved output."
                 )
-            return output.tensor.detach()
+            return alias(output.tensor)
         return StandIn(output, entry.name, self.region) if isinstance(output, Shape) else output
 
     def _refuse_order(self, entry: Operator, occurrence: int, position: int, record: Record | None) -> NoReturn:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 __all__ = [
     "DefaultHook",
     "OpLog",
+    "alias",
     "dispatch_modes_active",
     "early_stop_override",
     "function_modes",
@@ -70,6 +71,15 @@ def replace_function_modes(modes: tuple[Any, ...]) -> None:
         torch._C._pop_torch_function_stack()
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias that shares the version counter, for use inside a dispatch mode.
+
+    Below autograd, ``detach`` makes an alias with a counter of its own; this key is what shares it.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 @contextlib.contextmanager
