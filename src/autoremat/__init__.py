@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from autoremat._api import measure, plan, profile, trace, verify
+    from autoremat._api import plan, profile, trace
     from autoremat._errors import (
         AutorematError,
         BatchError,
@@ -19,18 +19,20 @@ if _TYPE_CHECKING:
         UsageError,
     )
     from autoremat._fake import fake_weights
+    from autoremat._measure import measure
     from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
     from autoremat._report import render_report
     from autoremat._results import MemoryProfile, UsageReport, VerifyReport
     from autoremat._step_graph import StepGraph
     from autoremat._targets import Target, get_target, target_names
+    from autoremat._verify import verify
     from autoremat.runtime import Applied, apply, checkpoint, checkpoint_sequential
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_api": ("measure", "plan", "profile", "trace", "verify"),
+    "_api": ("plan", "profile", "trace"),
     "_errors": (
         "AutorematError",
         "BatchError",
@@ -44,12 +46,14 @@ _HOMES = {
         "UsageError",
     ),
     "_fake": ("fake_weights",),
+    "_measure": ("measure",),
     "_plan": ("OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
     "_report": ("render_report",),
     "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
     "_step_graph": ("StepGraph",),
     "_targets": ("Target", "get_target", "target_names"),
+    "_verify": ("verify",),
     "runtime": ("Applied", "apply", "checkpoint", "checkpoint_sequential"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -129,7 +129,7 @@ def _record(
 ) -> Recorder:
     parameters = [p for p in twin.parameters() if p.requires_grad]
     optimizer = _warm_optimizer(factory, parameters, mode) if factory is not None else None
-    recorder = Recorder(mode)
+    recorder = Recorder(mode, device_kind="cuda" if as_cuda else parameters[0].device.type if parameters else "cpu")
     _register_states(recorder, twin, batch, optimizer)
     if keep_gradients:
         _make_gradients(parameters, mode)

@@ -113,11 +113,13 @@ class Recorder(TorchDispatchMode):
 
     Args:
         mode: Mode that the model's fake tensors belong to; None when everything is real.
+        device_kind: Whose kernels the ops stand for; those of "cpu" have workspaces.
     """
 
-    def __init__(self, mode: FakeTensorMode | None) -> None:
+    def __init__(self, mode: FakeTensorMode | None, *, device_kind: str = "cpu") -> None:
         super().__init__()
         self.fake_mode = mode
+        self._on_cpu = device_kind == "cpu"
         self.recording = Recording()
         self._known: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
@@ -221,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 mutates=_unique(mutates),
                 flops=op_flops(info, args, kwargs, out),
                 moved_bytes=0 if is_view else sum(x.numel() * x.element_size() for x in (*tensors, *results)),
-                workspace_bytes=0 if is_view else workspace_bytes(info.name, args, kwargs, results),
+                workspace_bytes=workspace_bytes(info.name, args, results) if self._on_cpu and not is_view else 0,
                 is_random=is_random_call(info, args, kwargs),
                 is_view=is_view,
                 reads_value=bool(tensors) and not results and not mutates,

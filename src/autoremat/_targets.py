@@ -98,6 +98,21 @@ def get_target(name: str) -> Target:
     return found
 
 
+def find_by_title(title: str) -> Target | None:
+    """The target for a device name as its driver states it, or None.
+
+    Args:
+        title: For example ``torch.cuda.get_device_name()``.
+
+    Example:
+        >>> find_by_title("NVIDIA GeForce RTX 3090").name
+        'rtx3090-24g'
+    """
+    words = set(title.replace("-", " ").lower().split()) - {"nvidia", "geforce", "amd", "instinct", "tesla"}
+    matches = [t for t in _TARGETS.values() if words <= set(t.title.replace("-", " ").lower().split())]
+    return max(matches, key=lambda target: target.memory_bytes, default=None)
+
+
 def target_names() -> tuple[str, ...]:
     """Names of all targets, smallest memory first, "cpu" last."""
     return tuple(_TARGETS)

@@ -1,0 +1,230 @@
+"""Measure a real step: peak of live bytes by an independent judge, and wall time, beside the prediction.
+
+On CPU the judge is torch's profiler: its raw memory events, which the allocator itself emits. They are read from
+``kineto_results.events()``; ``prof.events()`` shows only a few of them. On CUDA it is the caching allocator.
+
+Known limit: what was alive before the step is counted from tensors (parameters, buffers, optimizer state, batch), since
+neither judge says what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_iter
+
+from autoremat._errors import TraceError
+from autoremat._fake import is_fake
+from autoremat._model_states import OptimizerFactory, optimizer_factory, state_tensors
+from autoremat._plan import Plan
+from autoremat._results import MeasuredStep, UsageReport
+from autoremat._state import preserved
+from autoremat._step import Batch, LossFunction, Precision, check_batch, run_step
+from autoremat.runtime import apply
+
+Progress = Callable[[str, float], None]
+
+
+def measure(
+    model: nn.Module,
+    batch: Batch,
+    plan: Plan | None = None,
+    *,
+    loss: LossFunction | None = None,
+    optimizer: str | OptimizerFactory | None = "adamw",
+    precision: str | None = None,
+    accumulate: int = 1,
+    num_steps: int = 3,
+    plain: bool = True,
+    progress: Progress | None = None,
+) -> UsageReport:
+    """Run real training steps, plain and planned in turn, and measure peak and time. The model is left as it was.
+
+    Args:
+        model: With real parameters, on the device to measure.
+        batch: As for `trace`.
+        plan: The plan to measure; None measures the plain step alone.
+        loss: As for `trace`.
+        optimizer: As for `trace`; its state exists before the measured steps.
+        precision: As for `trace`; casts are the caller's business, autocast is applied.
+        accumulate: Micro-steps in an optimizer step.
+        num_steps: Timed steps of each kind; their median counts.
+        plain: Whether to measure the plain step too.
+        progress: Called with a label and a fraction done.
+
+    Returns:
+        Measured and predicted peaks (bytes) and step times (seconds).
+
+    Raises:
+        TraceError: If the model's parameters are fake.
+        PlanMismatch: If the plan was made for another model.
+    """
+    if is_fake(model):
+        raise TraceError(
+            f"{type(model).__name__} has no weights in memory, so it cannot run. Build it without fake_weights()."
+        )
+    check_batch(model, batch)
+    step = _Step(model, batch, loss, Precision.parse(precision), accumulate)
+    kinds: list[Plan | None] = [None] if plain or plan is None else []
+    kinds += [plan] if plan is not None else []
+    report = progress or (lambda label, fraction: None)
+    with preserved(model):
+        model.train()
+        factory = optimizer_factory(optimizer, device_kind=step.device.type)
+        step.optimizer = factory([p for p in model.parameters() if p.requires_grad]) if factory else None
+        results = _run(step, kinds, num_steps, report)
+    measured_plain = results[0] if kinds[0] is None else None
+    return UsageReport(
+        plain=measured_plain,
+        planned=results[-1],
+        predicted_plain_bytes=plan.plain.peak_bytes if plan and plan.plain else None,
+        predicted_planned_bytes=plan.planned.peak_bytes if plan and plan.planned else None,
+        budget_bytes=plan.budget_bytes if plan else None,
+        judge="CUDA caching allocator" if step.device.type == "cuda" else "profiler memory events",
+    )
+
+
+@dataclass(slots=True)
+class _Step:
+    """Everything needed to run the step again."""
+
+    model: nn.Module
+    batch: Batch
+    loss: LossFunction | None
+    precision: Precision
+    accumulate: int
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def run(self) -> Tensor:
+        return run_step(
+            self.model,
+            self.batch,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            precision=self.precision,
+            accumulate=self.accumulate,
+        )
+
+    def clear(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def static_tensors(self) -> Iterable[Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from (x for x in tree_iter(self.batch) if isinstance(x, Tensor))
+        if self.optimizer is not None:
+            yield from state_tensors(self.optimizer)
+
+
+def _run(step: _Step, kinds: list[Plan | None], num_steps: int, report: Progress) -> list[MeasuredStep]:
+    """Warm up, then time the kinds in turn (so that a machine that drifts drifts for both), then take the peaks."""
+    total = len(kinds) * (num_steps + 2)
+    done = 0
+    seconds: list[list[float]] = [[] for _ in kinds]
+    for turn in range(num_steps + 1):
+        for plan, times in zip(kinds, seconds, strict=True):
+            report("warming up" if turn == 0 else "timing steps", done / total)
+            with _applied(step.model, plan):
+                took_s = _timed(step)
+            if turn > 0:
+                times.append(took_s)
+            done += 1
+    results = []
+    for plan, times in zip(kinds, seconds, strict=True):
+        report("measuring the peak", done / total)
+        with _applied(step.model, plan):
+            results.append(_peak(step, times))
+        done += 1
+    report("done", 1.0)
+    return results
+
+
+def _applied(model: nn.Module, plan: Plan | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if plan is None else apply(model, plan, check="never")
+
+
+def _timed(step: _Step) -> float:
+    _synchronize(step.device)
+    start = time.perf_counter()
+    step.run()
+    _synchronize(step.device)
+    took = time.perf_counter() - start
+    step.clear()
+    return took
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def unique_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, once per storage."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _peak(step: _Step, times: list[float]) -> MeasuredStep:
+    static = unique_bytes(step.static_tensors())
+    if step.device.type == "cuda":
+        _synchronize(step.device)
+        torch.cuda.reset_peak_memory_stats(step.device)
+        loss = step.run()
+        peak, curve = torch.cuda.max_memory_allocated(step.device), ((), ())
+    else:
+        loss, events = record_memory(step.run)
+        above, curve_s, curve_bytes = 0, [0.0], [static]
+        live = static
+        for at_s, change in events:
+            live += change
+            above = max(above, live - static)
+            curve_s.append(at_s)
+            curve_bytes.append(live)
+        peak, curve = static + above, (tuple(curve_s), tuple(curve_bytes))
+    value = float(loss)
+    step.clear()
+    return MeasuredStep(
+        peak_bytes=peak,
+        static_bytes=static,
+        step_s=statistics.median(times) if times else float("nan"),
+        all_step_s=tuple(times),
+        loss=value,
+        curve_s=curve[0],
+        curve_bytes=curve[1],
+    )
+
+
+def record_memory(function: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[float, int]]]:
+    """Run a function under the profiler.
+
+    Args:
+        function: What to run.
+
+    Returns:
+        What it returned, and every allocation (positive) and release (negative) of CPU tensors: seconds since the
+        start, bytes.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            out = function()
+    raw = profiler.profiler.kineto_results.events()
+    memory = sorted(((e.start_ns(), e.nbytes()) for e in raw if e.name() == "[memory]"), key=lambda event: event[0])
+    if not memory:
+        return out, []
+    first = memory[0][0]
+    return out, [((at - first) * 1e-9, num_bytes) for at, num_bytes in memory]

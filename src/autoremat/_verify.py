@@ -1,0 +1,160 @@
+"""Prove that a plan changes nothing: the same step plain and planned, compared bit for bit.
+
+Compared: loss, every parameter's gradient (None included), gradients of inputs that require them, buffers, tensors that
+are plain attributes, and random state after the step. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from autoremat._errors import RecomputeError, TraceError
+from autoremat._fake import is_fake
+from autoremat._plan import Plan
+from autoremat._random import RandomState
+from autoremat._results import Difference, VerifyReport
+from autoremat._state import plain_tensors, preserved
+from autoremat._step import Batch, LossFunction, Precision, check_batch, run_step
+from autoremat.runtime import apply
+
+
+def verify(
+    model: nn.Module,
+    batch: Batch,
+    plan: Plan,
+    *,
+    loss: LossFunction | None = None,
+    precision: str | None = None,
+    accumulate: int = 1,
+    seed: int = 0,
+) -> VerifyReport:
+    """Run forward and backward plain and planned from the same state, and compare everything bit for bit.
+
+    Args:
+        model: With real parameters; put back as it was afterwards.
+        batch: As for `trace`.
+        plan: The plan to check.
+        loss: As for `trace`.
+        precision: As for `trace`; autocast is applied, casts are the caller's business.
+        accumulate: Number of micro-steps.
+        seed: Seed of torch's random numbers for both runs.
+
+    Returns:
+        What was compared, and by name what differs. A planned step that refuses to run is one difference of kind
+        "error".
+
+    Raises:
+        TraceError: If the model's parameters are fake.
+        PlanMismatch: If the plan was made for another model.
+
+    Example:
+        >>> from autoremat import Plan
+        >>> from autoremat._plan import Region
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        >>> verify(model, torch.ones(2, 4), Plan(regions=(Region("1"),)), loss=lambda y: y.sum()).equal
+        True
+    """
+    if is_fake(model):
+        raise TraceError(
+            f"{type(model).__name__} has no weights in memory, so it cannot run. Build it without fake_weights()."
+        )
+    check_batch(model, batch)
+    casting = Precision.parse(precision)
+    runs = []
+    executed = 0
+    error: Difference | None = None
+    for planned in (False, True):
+        with preserved(model):
+            model.train()
+            if not planned:
+                runs.append(_run(model, batch, loss, casting, accumulate, seed))
+                continue
+            with apply(model, plan, check="always") as applied:
+                try:
+                    runs.append(_run(model, batch, loss, casting, accumulate, seed))
+                except RecomputeError as refusal:
+                    error = Difference("error", type(refusal).__name__, "runs", str(refusal))
+                executed = sum(region.num_recomputes for region in applied.executed)
+    plain = runs[0]
+    differences = (error,) if error is not None else tuple(_compare(plain, runs[1]))
+    return VerifyReport(
+        equal=not differences,
+        num_compared=dict(Counter(kind for kind, _ in plain.values)),
+        differences=differences,
+        loss=plain.loss,
+        planned_loss=runs[-1].loss if error is None else float("nan"),
+        num_recomputed_regions=executed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Everything that a user could notice after one step."""
+
+    loss: float
+    values: dict[tuple[str, str], Tensor | None]
+    random: RandomState
+
+
+def _run(
+    model: nn.Module, batch: Batch, loss: LossFunction | None, precision: Precision, accumulate: int, seed: int
+) -> _Run:
+    torch.manual_seed(seed)
+    inputs = [x for x in tree_iter(batch) if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+    before = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    try:
+        value = run_step(model, batch, loss=loss, precision=precision, accumulate=accumulate)
+        values: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): value}
+        values.update({("gradient", n): _copy(p.grad) for n, p in model.named_parameters()})
+        values.update({("buffer", n): _copy(b) for n, b in model.named_buffers()})
+        values.update({("attribute", n): _copy(t) for n, t in plain_tensors(model).items()})
+        values.update({("input gradient", str(i)): _copy(x.grad) for i, x in enumerate(inputs)})
+    finally:
+        for x, gradient in zip(inputs, before, strict=True):
+            x.grad = gradient
+    return _Run(float(value), values, RandomState.now())
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _compare(plain: _Run, planned: _Run) -> Iterator[Difference]:
+    for kind, name in dict.fromkeys((*plain.values, *planned.values)):
+        a, b = plain.values.get((kind, name)), planned.values.get((kind, name))
+        if a is None and b is None:
+            continue
+        if a is None or b is None or not same_bits(a, b):
+            yield Difference(kind, name, _describe(a, b), _describe(b, a))
+    for source in plain.random.differences(planned.random):
+        yield Difference("random state", source, "state after the plain step", "another state")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit: NaNs of the same bits are equal, 0.0 and -0.0 are not."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout != torch.strided or a.numel() == 0:
+        return torch.equal(a, b)
+    flat = [x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*flat)
+
+
+def _describe(tensor: Tensor | None, other: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if tensor.numel() == 0 or tensor.is_complex():
+        return text
+    text += f", largest magnitude {tensor.double().abs().max().item():.6g}"
+    if other is not None and other.shape == tensor.shape:
+        text += f", largest difference {(tensor.double() - other.double()).abs().max().item():.3g}"
+    return text
