@@ -21,7 +21,7 @@ import autoremat
 from autoremat import _tables
 from autoremat._api import measure, plan, profile, trace, verify
 from autoremat._plan import Plan
-from autoremat._presets import build_preset
+from autoremat._presets import build_preset, gpt2
 from autoremat._report import ReportSection, render_report
 from autoremat._results import TrainedRuns
 from autoremat._targets import get_target
@@ -117,8 +117,8 @@ def _known_case(progress: Progress) -> ReportSection:
             f"{get_target(target).title} leaves {format_bytes(budget_bytes)} to a training step. "
             "Predicted from a trace on fake weights: no GPU, no memory for the weights."
         ),
-        plain=profile(graph, None),
-        planned=profile(graph, made),
+        plain=profile(graph, target=target),
+        planned=profile(graph, made, target=target),
         plan=made,
     )
 
@@ -128,7 +128,7 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
     model, batch = _small_gpt2(), _sample(text, 0)
     progress("Tracing a small GPT-2", 0.0)
     graph = trace(model, batch, optimizer="adamw", target="cpu")
-    plain = profile(graph, None)
+    plain = profile(graph)
     made = plan(graph, budget=int(BUDGET_SHARE * plain.peak_bytes), target="cpu", progress=_part(progress, 0.05, 0.15))
     progress("Comparing a plain and a planned step", 0.15)
     verified = verify(model, batch, made)
@@ -152,12 +152,9 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
 
 
 def _small_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - an optional dependency
-
     torch.manual_seed(_SEED)
     shape = {"n_layer": 8, "n_embd": 256, "n_head": 4, "n_positions": _SEQ, "vocab_size": _BYTE_VALUES}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
-    model: nn.Module = GPT2LMHeadModel(GPT2Config(**shape, **tokens, use_cache=False))
+    model = gpt2(_SEQ, **shape, bos_token_id=0, eos_token_id=0)
     return model.train()
 
 

@@ -147,9 +147,16 @@ def _bert_large(seq: int) -> nn.Module:
     return _bert(seq, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
 
 
-def _gpt2(seq: int) -> nn.Module:
-    config = _transformers("GPT2Config")(n_positions=max(1024, seq), use_cache=False, loss_type="ForCausalLM")
+def gpt2(seq: int, **shape: Any) -> nn.Module:
+    """GPT-2 for training on sequences of ``seq`` tokens.
+
+    Args:
+        seq: Tokens in a sequence.
+        shape: Fields of Transformers' ``GPT2Config``.
+    """
+    config = _transformers("GPT2Config")(**{"n_positions": max(1024, seq), "use_cache": False} | shape)
     model: nn.Module = _transformers("GPT2LMHeadModel")(config)
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment] # what it falls back to, without the warning
     return model
 
 
@@ -219,7 +226,7 @@ def _images(size: int, num_classes: int) -> Callable[[nn.Module, int, int], dict
 _PRESETS = {
     "bert-base": _Preset(_bert, _tokens, 16, 512, "BERT, 12 layers, masked language modelling"),
     "bert-large": _Preset(_bert_large, _tokens, 16, 512, "BERT, 24 layers, masked language modelling"),
-    "gpt2": _Preset(_gpt2, _tokens, 8, 1024, "GPT-2, 12 layers, language modelling"),
+    "gpt2": _Preset(gpt2, _tokens, 8, 1024, "GPT-2, 12 layers, language modelling"),
     "llama-3-8b": _Preset(_llama_3_8b, _tokens, 1, 4096, "Llama 3 8B, 32 layers, language modelling"),
     "t5-base": _Preset(_t5_base, _tokens, 8, 512, "T5, 12 + 12 layers, sequence to sequence"),
     "vit-b16": _Preset(_vit_b16, _images(224, 1000), 64, 0, "ViT-B/16, 12 layers, image classification"),

@@ -1,0 +1,87 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import autoremat
+
+PUBLIC = [
+    "Applied",
+    "AutorematError",
+    "BatchError",
+    "BudgetError",
+    "BudgetInfeasible",
+    "LossError",
+    "MemoryProfile",
+    "OpCall",
+    "Plan",
+    "PlanError",
+    "PlanMismatch",
+    "Prediction",
+    "RecomputeError",
+    "Region",
+    "SavedOutput",
+    "StepGraph",
+    "Target",
+    "TraceError",
+    "UsageError",
+    "UsageReport",
+    "VerifyReport",
+    "apply",
+    "build_preset",
+    "checkpoint",
+    "checkpoint_sequential",
+    "fake_weights",
+    "get_target",
+    "measure",
+    "plan",
+    "plan_schema",
+    "preset_names",
+    "profile",
+    "render_report",
+    "target_names",
+    "trace",
+    "verify",
+]
+
+
+def test_the_public_names_are_these():
+    assert autoremat.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_exists_and_is_documented(name):
+    value = getattr(autoremat, name)
+    assert value.__doc__
+    assert name in dir(autoremat)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        _ = autoremat.plam
+
+
+def test_errors_form_one_tree():
+    errors = [getattr(autoremat, name) for name in PUBLIC if name.endswith(("Error", "Infeasible", "Mismatch"))]
+    assert len(errors) == 10
+    assert all(issubclass(error, autoremat.AutorematError) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import autoremat", "torch"),
+        ("import autoremat.solve", "torch"),
+        ("from autoremat import Plan, get_target", "torch"),
+        ("from autoremat import trace, plan, apply, verify, measure", "transformers"),
+        ("from autoremat import trace, plan, apply, verify, measure", "matplotlib"),
+        ("import autoremat.runtime", "highspy"),
+    ],
+)
+def test_heavy_packages_are_imported_only_where_needed(statement, absent):
+    program = f"import sys; {statement}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

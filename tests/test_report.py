@@ -1,0 +1,178 @@
+"""The HTML report and the terminal tables, on results made up for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+from rich.console import Console
+
+import synthetic
+from autoremat import Plan, Region, UsageError, _tables
+from autoremat._figures import MAX_POINTS, _highest, measured_figure, memory_figure
+from autoremat._report import ReportSection, render_report
+from autoremat._targets import get_target
+
+VOID = {"meta", "br", "link", "path", "use", "rect"}
+
+
+class _Balance(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def _full() -> ReportSection:
+    return ReportSection(
+        title="A <b>model</b>",
+        text="Words & figures",
+        plain=synthetic.profile(),
+        planned=synthetic.profile(num_regions=24),
+        plan=synthetic.plan(),
+        verified=synthetic.verified(),
+        usage=synthetic.usage(),
+        trained=synthetic.trained(num_equal=11),
+    )
+
+
+def test_the_page_is_complete_in_itself():
+    page = render_report([_full()], title="Title", footer="Foot")
+    balance = _Balance()
+    balance.feed(page)
+    assert balance.open == []
+    loads = re.findall(r"""(?:src|href)=["'](?!#)[^"']*|url\((?!#)[^)]*|@import|<script|<link""", page)
+    assert loads == []
+    assert "prefers-color-scheme: dark" in page
+    assert "#fe" not in page, "a placeholder colour"
+    assert page.count("<svg") == 2
+
+
+def test_the_page_says_the_numbers_it_was_given():
+    page = render_report([_full()])
+    for text in ("27.3 GiB", "7.31 GiB", "12.0 GiB", "rtx3090-24g", "11 of 12", "within the budget", "over the budget"):
+        assert text in page
+    assert "bert.encoder.layer.*" in page
+    assert f"{synthetic.usage().planned.peak_bytes:,}" in page
+    assert page.count(">differs<") == 1
+    assert page.count(">equal<") == 11 + 3
+
+
+def test_text_is_escaped():
+    section = dataclasses.replace(_full(), verified=synthetic.verified(equal=False))
+    page = render_report([section], title="<i>")
+    assert "<b>model" not in page
+    assert "<i></title>" not in page
+    assert "layer.&lt;0&gt;.weight" in page
+
+
+@pytest.mark.parametrize("field", ["plain", "planned", "plan", "verified", "usage", "trained", "text"])
+def test_any_part_may_be_missing(field):
+    missing = {"text": ""}.get(field)
+    page = render_report([dataclasses.replace(_full(), **{field: missing})])
+    assert "<section>" in page
+    assert "None" not in page
+
+
+def test_both_pictures_have_one_scale_and_the_budget():
+    svg = memory_figure(
+        [("Plain", synthetic.profile()), ("Planned", synthetic.profile(num_regions=24))], budget_bytes=12 * 2**30
+    )
+    root = ET.fromstring(svg)
+    texts = ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("budget 12.0 GiB") == 2
+    assert "Plain: peak 27.3 GiB" in texts
+    assert "Planned: peak 7.31 GiB" in texts
+    assert texts.count("25") == 1, "one vertical axis"
+    assert "var(--cause-activation)" in svg
+    assert root.get("width") is None
+
+
+def test_pictures_are_the_same_every_time():
+    one, other = (measured_figure(synthetic.usage()) for _ in range(2))
+    assert one == other
+
+
+def test_the_peak_is_drawn_however_many_points_there_are():
+    seconds = [0.001 * i for i in range(50_000)]
+    values = [1] * 50_000
+    values[31_415] = 99
+    drawn = _highest(seconds, values)
+    assert len(drawn) <= MAX_POINTS + 1
+    assert 31_415 in drawn
+    assert drawn == sorted(drawn)
+
+
+def test_small_steps_are_drawn_in_small_units():
+    small = synthetic.profile()
+    small = dataclasses.replace(
+        small,
+        peak_bytes=small.peak_bytes // 2**20,
+        by_cause={cause: tuple(v // 2**20 for v in values) for cause, values in small.by_cause.items()},
+    )
+    assert "allocated, KiB" in memory_figure([("Plain", small)])
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"autoremat\[report\]"):
+        memory_figure([("Plain", synthetic.profile())])
+
+
+def _text(table) -> str:
+    console = Console(width=100, record=True, file=__import__("io").StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_plan_table():
+    text = _text(_tables.plan_table(synthetic.plan()))
+    assert "BertForMaskedLM, adamw, on rtx3090-24g" in text
+    assert re.search(r"peak +│ +27.3 GiB │ +7.31 GiB", text)
+    assert re.search(r"budget 12.0 GiB +│ +too small by 15.3 GiB │ +fits, 4.69 GiB free", text)
+    assert "11.00 TFLOP (+10.0 %)" in text
+
+
+def test_like_regions_share_a_row():
+    rows = _tables.region_rows(
+        (*synthetic.plan(num_regions=3).regions, Region(path="head"), Region(path="", children=(Region(path="x"),)))
+    )
+    assert rows == [
+        ("bert.encoder.layer.*", 3, 2**27, "scaled_dot_product_flash_attention"),
+        ("head", 1, 0, "inputs only"),
+        ("(the whole model)", 1, 0, "1 regions inside"),
+    ]
+    assert "3 regions" in _text(_tables.regions_table(Plan(regions=synthetic.plan(num_regions=3).regions)))
+
+
+def test_the_verify_table():
+    assert "equal to the bit" in _text(_tables.verify_table(synthetic.verified()))
+    text = _text(_tables.verify_table(synthetic.verified(equal=False)))
+    assert "1 differences" in text
+    assert "gradient: layer.<0>.weight" in text
+    assert "1 differ" in text
+
+
+def test_the_usage_table():
+    text = _text(_tables.usage_table(synthetic.usage()))
+    assert "measured by profiler memory events" in text
+    assert "within" in text
+    assert "OVER" in _text(_tables.usage_table(synthetic.usage(budget_bytes=1)))
+    assert "7.31 GiB" in _text(_tables.usage_table(dataclasses.replace(synthetic.usage(), plain=None)))
+
+
+def test_the_targets_table_marks_what_a_device_lacks():
+    assert re.search(r"t4-16g .*none", _text(_tables.targets_table([get_target("t4-16g")])))
