@@ -60,16 +60,20 @@ def regions_table(plan: Plan) -> Table:
 
 
 def region_rows(regions: Iterable[Region]) -> list[tuple[str, int, int, str]]:
-    """Regions in words: path with numbers as ``*``, how many are alike, bytes stored in each, what is stored.
+    """Regions in words: paths that differ in one number together, how many, bytes stored in each, what is stored.
 
     Example:
-        >>> region_rows([Region(path="layers.0"), Region(path="layers.1")])
-        [('layers.*', 2, 0, 'inputs only')]
+        >>> region_rows([Region(path="layers.0"), Region(path="layers.1"), Region(path="layers.4")])
+        [('layers.{0-1,4}', 3, 0, 'inputs only')]
     """
-    rows = Counter(
-        (_general(region.path), sum(s.num_bytes for s in region.saved), _outputs(region)) for region in regions
-    )
-    return [(path, calls, num_bytes, outputs) for (path, num_bytes, outputs), calls in rows.items()]
+    groups: dict[tuple[str, int, str], list[Region]] = {}
+    for region in regions:
+        alike = (_general(region.path), sum(s.num_bytes for s in region.saved), _outputs(region))
+        groups.setdefault(alike, []).append(region)
+    return [
+        (_common(general, [region.path for region in found]), len(found), num_bytes, outputs)
+        for (general, num_bytes, outputs), found in groups.items()
+    ]
 
 
 def verify_table(report: VerifyReport) -> Table:
@@ -145,12 +149,35 @@ def _with_overhead(text: str, overhead: float | None) -> str:
 
 
 def _general(path: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "(the whole model)"
+    """A path with ``*`` for its first number; paths that agree in this are written together."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path, count=1) or "(the whole model)"
+
+
+def _common(general: str, paths: list[str]) -> str:
+    """The general path with the numbers that occur in place of its ``*``."""
+    prefix, star, suffix = general.partition("*")
+    if not star:
+        return general
+    numbers = sorted({int(path[len(prefix) : len(path) - len(suffix)]) for path in paths})
+    return f"{prefix}{{{_ranges(numbers)}}}{suffix}" if len(numbers) > 1 else f"{prefix}{numbers[0]}{suffix}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _outputs(region: Region) -> str:
-    names = Counter(saved.op.removeprefix("aten.").split(".")[0].lstrip("_") for saved in region.saved)
+    """Stored op calls by operator; an op that stores several outputs counts once."""
+    calls = {(saved.op, saved.occurrence) for saved in region.saved}
+    names = Counter(op.removeprefix("aten.").split(".")[0].lstrip("_") for op, _ in sorted(calls))
     parts = [name if count == 1 else f"{count} {name}" for name, count in names.items()]
     if region.children:
-        parts.append(f"{len(region.children)} regions inside")
+        inside = len(region.children)
+        parts.append(f"{inside} region{'s' if inside > 1 else ''} inside")
     return ", ".join(parts) or "inputs only"
