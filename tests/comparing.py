@@ -62,7 +62,7 @@ def assert_same(plain, planned):
         if isinstance(value, torch.Tensor):
             assert isinstance(other, torch.Tensor), name
             assert value.dtype == other.dtype, name
-            assert torch.equal(value, other) or (value.isnan() == other.isnan()).all(), name
+            assert torch.equal(value, other) or torch.allclose(value, other, rtol=0, atol=0, equal_nan=True), name
         else:
             assert value == other, name
 
