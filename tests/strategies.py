@@ -70,9 +70,13 @@ class Tape:
         phase: Phase = "forward",
         same: tuple[int, ...] = (),
         cause: str = "activation",
+        unpacked: tuple[int, ...] = (),
         **more: Any,
     ) -> tuple[int, ...]:
-        """Run an op: new outputs of these sizes after outputs that share storages in ``same``."""
+        """Run an op: new outputs of these sizes after outputs that share storages in ``same``.
+
+        What it reads from autograd (``unpacked``) is not referred to by anybody else.
+        """
         index = len(self.ops)
         new = tuple(self.storage(size, cause) for size in sizes)
         call = more.pop("call", self.stack[-1] if self.stack else 0)
@@ -92,7 +96,8 @@ class Tape:
             )
         )
         for s in (*inputs, *new, *same):
-            self.use(s, index + 1)
+            if s not in unpacked:
+                self.use(s, index + 1)
         return new
 
     def save(self, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = (), parameter: int = -1) -> None:
@@ -145,7 +150,14 @@ class Tape:
             size = self.storages[like]["num_bytes"] // self.unit_bytes
             call, flops = self.ops[forward].call, 2 * self.ops[forward].flops
             (gradient,) = self.op(
-                "backward", (*inputs, *carried), (size,), phase="backward", cause="temporary", call=call, flops=flops
+                "backward",
+                (*inputs, *carried),
+                (size,),
+                phase="backward",
+                cause="temporary",
+                unpacked=inputs,
+                call=call,
+                flops=flops,
             )
             if parameter >= 0:
                 self._parameter_gradient(parameter, gradient, call)

@@ -14,6 +14,7 @@ Sources: planner formulations 2 and 3 without nesting; the laminar choice betwee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ import numpy.typing as npt
 from autoremat.solve._facts import Bytes
 
 NUM_BUCKETS = 1024
+_PRICE_STEPS = 40
+_MAX_PRICE = 1e300
+_ROUNDING = 1e-9
+"""Sums of costs in another order differ by less than this share."""
 Costs = npt.NDArray[np.float64]
 
 
@@ -94,6 +99,8 @@ def _origin() -> _States:
 def solve_chain(chain: Chain, limit_bytes: int, *, num_buckets: int = NUM_BUCKETS) -> Choice | None:
     """Find the cheapest path that meets every demand.
 
+    A coarse search gives a path; a fine one then leaves out what cannot end cheaper than that path.
+
     Args:
         chain: The problem.
         limit_bytes: Limit on live bytes of the whole step.
@@ -102,14 +109,78 @@ def solve_chain(chain: Chain, limit_bytes: int, *, num_buckets: int = NUM_BUCKET
     Returns:
         The path, or None if there is none.
     """
-    farthest = farthest_saved(chain, limit_bytes)
-    if farthest is None:
+    if farthest_saved(chain, limit_bytes) is None:
         return None
+    guide = find_guide(chain, limit_bytes)
+    coarse = _search(chain, limit_bytes, guide, max(2, num_buckets // 8), math.inf)
+    assert coarse is not None, "the path that frees most is never left out"
+    return _search(chain, limit_bytes, guide, num_buckets, coarse.cost) or coarse
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The Lagrangian relaxation of the demand at the end: every other demand is left out.
+
+    Attributes:
+        price: Cost that a freed byte is worth.
+        to_go: Least cost, freed bytes paid at that price, from each position to the end.
+        need_bytes: Bytes that a path must have freed at the end.
+    """
+
+    price: float
+    to_go: Costs
+    need_bytes: int
+
+    def bound(self) -> float:
+        """No path costs less than this."""
+        return float(self.to_go[0]) + self.price * self.need_bytes
+
+    def least(self, states: _States, position: int) -> Costs:
+        """No continuation of a partial path costs less than this."""
+        return states.cost + self.to_go[position] + self.price * (self.need_bytes - states.saved)
+
+
+def find_guide(chain: Chain, limit_bytes: int) -> Guide:
+    """Find the price of a byte at which the relaxed path frees just enough, by bisection."""
+    need = max(0, int(chain.required[-1]) - limit_bytes)
+    low, high = 0.0, 0.0
+    if need > 0:
+        edges = [edge for reaching in chain.edges for edge in reaching if edge.candidate >= 0]
+        high = sum(float(edge.cost.max()) for edge in edges) / need + 1e-300
+        while _relaxed(chain, high)[1] < need and high < _MAX_PRICE:
+            high *= 8
+        for _ in range(_PRICE_STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if _relaxed(chain, middle)[1] >= need else (middle, high)
+    return Guide(price=high, to_go=_relaxed(chain, high)[0], need_bytes=need)
+
+
+def _relaxed(chain: Chain, price: float) -> tuple[Costs, int]:
+    """Least cost to go from each position if freed bytes earn this price, and the bytes that such a path frees."""
+    num = len(chain.edges)
+    to_go = np.full(num, np.inf)
+    freed = np.zeros(num, np.int64)
+    to_go[-1] = 0.0
+    for position in range(num - 1, 0, -1):
+        for edge in chain.edges[position]:
+            value = edge.cost - price * edge.saved
+            best = int(np.argmin(value))
+            if value[best] + to_go[position] < to_go[edge.start]:
+                to_go[edge.start] = value[best] + to_go[position]
+                freed[edge.start] = edge.saved[best] + freed[position]
+    return to_go, int(freed[0])
+
+
+def _search(chain: Chain, limit_bytes: int, guide: Guide, num_buckets: int, at_most: float) -> Choice | None:
+    """Walk through the positions, keeping the best partial paths; None if none is as cheap as ``at_most``."""
     table: list[_States | None] = []
     for position, edges in enumerate(chain.edges):
         states = _extend(table, edges, limit_bytes) if position else _origin()
-        need = int(chain.required[position]) - limit_bytes
-        table.append(None if states is None else _thin(states, need, num_buckets))
+        if states is not None:
+            fits = states.saved >= int(chain.required[position]) - limit_bytes
+            fits &= guide.least(states, position) <= at_most + _ROUNDING * abs(at_most)
+            states = _thin(_select(states, np.flatnonzero(fits)), guide.price, num_buckets)
+        table.append(states)
     return _trace(chain, table)
 
 
@@ -143,34 +214,36 @@ def _concatenate(parts: Sequence[_States]) -> _States:
     )
 
 
-def _thin(states: _States, need_bytes: int, num_buckets: int) -> _States | None:
-    """Keep undominated paths, at most one for each bucket of freed bytes."""
-    order = np.lexsort((states.edge, -states.saved, states.cost))
-    order = order[states.saved[order] >= need_bytes]
-    if not len(order):
-        return None
-    saved = states.saved[order]
-    best = np.maximum.accumulate(saved)
-    is_new = np.concatenate([[True], saved[1:] > best[:-1]])
-    order, saved = order[is_new], saved[is_new]
-    if len(order) > num_buckets:
-        order = order[_one_per_bucket(saved, num_buckets)]
+def _select(states: _States, index: npt.NDArray[np.int64]) -> _States:
     return _States(
-        saved=states.saved[order],
-        cost=states.cost[order],
-        edge=states.edge[order],
-        option=states.option[order],
-        previous=states.previous[order],
+        saved=states.saved[index],
+        cost=states.cost[index],
+        edge=states.edge[index],
+        option=states.option[index],
+        previous=states.previous[index],
     )
 
 
-def _one_per_bucket(saved: Bytes, num_buckets: int) -> npt.NDArray[np.int64]:
-    """Indices of the cheapest (first) of each bucket and of the last one; ``saved`` rises."""
+def _thin(states: _States, price: float, num_buckets: int) -> _States | None:
+    """Keep undominated paths, by rising cost; at most one for each bucket of freed bytes."""
+    if not len(states.saved):
+        return None
+    order = np.lexsort((states.edge, -states.saved, states.cost))
+    saved = states.saved[order]
+    best = np.maximum.accumulate(saved)
+    order = order[np.concatenate([[True], saved[1:] > best[:-1]])]
+    if len(order) > num_buckets:
+        order = order[_one_per_bucket(states.saved[order], states.cost[order], price, num_buckets)]
+    return _select(states, order)
+
+
+def _one_per_bucket(saved: Bytes, cost: Costs, price: float, num_buckets: int) -> npt.NDArray[np.int64]:
+    """The best of each bucket, freed bytes paid at their price, and the one that frees most; ``saved`` rises."""
     low, high = int(saved[0]), int(saved[-1])
-    bucket = ((saved - low) * (num_buckets - 2)) // (high - low)
-    chosen = np.flatnonzero(np.concatenate([[True], bucket[1:] > bucket[:-1]]))
-    last = len(saved) - 1
-    return chosen if chosen[-1] == last else np.concatenate([chosen, [last]])
+    bucket = ((saved - low) * (num_buckets - 1)) // (high - low + 1)
+    order = np.lexsort((cost - price * saved, bucket))
+    is_first = np.concatenate([[True], bucket[order][1:] > bucket[order][:-1]])
+    return np.union1d(order[is_first], [len(saved) - 1])
 
 
 def _trace(chain: Chain, table: Sequence[_States | None]) -> Choice | None:

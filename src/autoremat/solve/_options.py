@@ -17,20 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
-from highspy._core import _Highs
 
 from autoremat._replay import Replay, replay
 from autoremat.solve._facts import Bytes, Facts
+from autoremat.solve._program import RESOLUTION, Program
 from autoremat.solve._units import Inner, Unit, build_units
 
+_MANY_UNITS = 60
+"""Regions of more units than this get fewer points, in proportion: solving one takes longer."""
+_MIN_POINTS = 10
 TIE_BREAK = 1e-4
 """Weight of moved and of stored bytes against the cost of the whole region: breaks ties, decides nothing else."""
-_SCALE = 1000.0
-_MIP_GAP = 1e-6
-_RESOLUTION = 10**6
-"""Limits that differ by a smaller share are the same to the solver's tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,8 @@ def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, m
     units = build_units(facts, inner, op_cost)
     saved = facts.saved_in(inner.call)
     options: dict[frozenset[int], Option] = {}
-    for stored in _sweep(units, max_points):
+    points = min(max_points, max(_MIN_POINTS, max_points * _MANY_UNITS // max(1, len(units))))
+    for stored in _sweep(units, points):
         kept = frozenset(s for position in stored for s in units[position].stored)
         work = replay(facts.graph, inner.call, kept, saved)
         kept = _prune(facts, work, kept)
@@ -82,66 +81,16 @@ def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, m
 
 def _sweep(units: Sequence[Unit], max_points: int) -> list[list[int]]:
     """Stored units for a falling limit on stored bytes."""
-    model = _Model(units)
-    stored, stored_bytes = model.solve(None)
+    program = Program(units, tie_break=TIE_BREAK)
+    stored, stored_bytes = program.solve(None)
     found = [stored]
     step = stored_bytes // max(1, max_points - 1) + 1
     while stored_bytes > 0:
-        limit = max(0, stored_bytes - max(step, model.total // _RESOLUTION))
-        stored, now = model.solve(limit)
+        limit = max(0, stored_bytes - max(step, program.total_bytes // RESOLUTION))
+        stored, now = program.solve(limit)
         found.append(stored)
         stored_bytes = min(now, limit)
     return found
-
-
-class _Model:
-    """The integer program of one region; only the limit changes between solves."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.num_units = num = len(units)
-        self.stored_bytes = np.array([u.stored_bytes for u in units], np.int64)
-        self.total = max(1, int(self.stored_bytes.sum()))
-        moved = np.array([u.moved_bytes for u in units], float)
-        cost = np.array([u.cost for u in units], float)
-        weight = cost / max(cost.sum(), 1e-300) + TIE_BREAK * moved / max(moved.sum(), 1.0)
-        storing = TIE_BREAK / 10 * self.stored_bytes / self.total
-        # `highspy.Highs` prints a banner before it can be told not to; its base class does not.
-        self.highs = _Highs()
-        self.highs.setOptionValue("output_flag", False)
-        self.highs.setOptionValue("threads", 1)
-        self.highs.setOptionValue("mip_rel_gap", _MIP_GAP)
-        lower = np.array([1.0 if u.always_runs else 0.0 for u in units])
-        upper = np.array([1.0 if u.can_be_stored and u.stored else 0.0 for u in units])
-        for position in range(num):
-            self.highs.addVar(lower[position], 1.0)
-        for position in range(num):
-            self.highs.addVar(0.0, upper[position])
-        index = np.arange(2 * num, dtype=np.int32)
-        self.highs.changeColsCost(2 * num, index, _SCALE * np.concatenate([weight, storing]))
-        integer = np.full(2 * num, highspy.HighsVarType.kInteger)
-        self.highs.changeColsIntegrality(2 * num, index, integer)
-        self._add_rows(units)
-
-    def _add_rows(self, units: Sequence[Unit]) -> None:
-        num, infinity = self.num_units, highspy.kHighsInf
-        for position, unit in enumerate(units):
-            if unit.is_needed:
-                self.highs.addRow(1.0, infinity, 2, np.array([position, num + position]), np.ones(2))
-            for source in sorted(unit.reads):
-                columns = np.array([source, num + source, position])
-                self.highs.addRow(0.0, infinity, 3, columns, np.array([1.0, 1.0, -1.0]))
-        self.limit_row = self.highs.getNumRow()
-        columns = np.arange(num, 2 * num)
-        self.highs.addRow(-infinity, infinity, num, columns, _SCALE * self.stored_bytes / self.total)
-
-    def solve(self, limit_bytes: int | None) -> tuple[list[int], int]:
-        """Best units to store within a limit, and their bytes."""
-        limit = highspy.kHighsInf if limit_bytes is None else _SCALE * limit_bytes / self.total
-        self.highs.changeRowBounds(self.limit_row, -highspy.kHighsInf, limit)
-        self.highs.run()
-        values = np.array(self.highs.getSolution().col_value)
-        stored = np.flatnonzero(values[self.num_units :] > 0.5)
-        return [int(position) for position in stored], int(self.stored_bytes[stored].sum())
 
 
 def _prune(facts: Facts, work: Replay, kept: frozenset[int]) -> frozenset[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
+from autoremat.solve._bounds import Bound
 from autoremat.solve._chain import smallest_limit, solve_chain
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._problem import build_problem
@@ -34,12 +35,15 @@ class Solution:
         cost: What their recomputes cost together, in the unit of the costs given (FLOPs or seconds).
         peak_bytes: Peak of the step with them, from ``price``. Above the budget if that is below `smallest_bytes`.
         smallest_bytes: Smallest budget that this planner can meet for the step.
+        bound: Least cost of any schedule within the budget that runs the same forward and backward ops in the same
+            order and recomputes ops alone or in any groups (see `_bounds`); at most `cost` if the budget is met.
     """
 
     regions: tuple[RegionSpec, ...]
     cost: float
     peak_bytes: int
     smallest_bytes: int
+    bound: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class Planner:
     """
 
     def __init__(self, graph: StepGraph, *, op_cost: Sequence[float], price: Price) -> None:
-        self._problem = build_problem(collect_facts(graph, op_cost), op_cost)
+        facts = collect_facts(graph, op_cost)
+        self._problem = build_problem(facts, op_cost)
+        self._bound = Bound(facts, op_cost)
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self.plain_bytes = self._priced((), 0.0).peak_bytes
@@ -96,10 +102,10 @@ class Planner:
             A solution within the budget, or the one of the smallest peak if the budget cannot be met.
         """
         if budget_bytes < self._smallest.peak_bytes:
-            return self._solution(self._smallest)
-        best = self._smallest
+            return self._solution(self._smallest, budget_bytes)
         if self.plain_bytes <= budget_bytes:
-            return self._solution(self._known[()])
+            return self._solution(self._known[()], budget_bytes)
+        best = self._smallest
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
         limit = budget_bytes
         tried = set()
@@ -113,7 +119,7 @@ class Planner:
                 if found.cost == 0 or budget_bytes - found.peak_bytes <= slack:
                     break
             limit += budget_bytes - found.peak_bytes
-        return self._solution(best)
+        return self._solution(best, budget_bytes)
 
     def frontier(self, num_points: int = 32) -> list[Solution]:
         """Solutions from the smallest peak to no recompute, none beaten by another in both peak and cost.
@@ -127,15 +133,16 @@ class Planner:
         curve: list[Solution] = []
         for known in sorted(self._known.values(), key=lambda p: (p.peak_bytes, p.cost)):
             if not curve or known.cost < curve[-1].cost:
-                curve.append(self._solution(known))
+                curve.append(self._solution(known, known.peak_bytes))
         return curve
 
-    def _solution(self, priced: _Priced) -> Solution:
+    def _solution(self, priced: _Priced, budget_bytes: int) -> Solution:
         return Solution(
             regions=priced.regions,
             cost=priced.cost,
             peak_bytes=priced.peak_bytes,
             smallest_bytes=self._smallest.peak_bytes,
+            bound=self._bound.at(budget_bytes),
         )
 
 

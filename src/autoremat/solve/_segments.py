@@ -23,7 +23,7 @@ MIN_SHARE = 1 / 2000
 """Calls that hold a smaller share of what regions could drop are not worth a region."""
 MIN_SHARE_OF_SIBLING = 0.1
 """Nor are calls that hold a smaller share than this of what the largest call beside them holds."""
-MAX_OPS = 500
+MAX_OPS = 300
 """Larger calls are not solved as one region: their parts are."""
 MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
@@ -199,10 +199,27 @@ def _inner(facts: Facts, call: int, users: dict[int, list[int]]) -> Inner:
     span, calls = facts.graph.calls[call], facts.graph.subtree(call)
     inside = facts.born_in(span.start, span.end)
     needed = frozenset(r.storage for r in facts.saved_in(call) if _is_inside(facts, call, r.storage))
-    deaths = {s: facts.death_without(s, calls) for s in inside}
-    limit = span.end + _SLACK_OPS
-    pinned = frozenset(s for s in inside if deaths[s] > limit or any(u not in calls for u in users.get(s, ())))
-    return Inner(call=call, at=facts.first_unpack(call) or 0, needed=needed, deaths=deaths, pinned=pinned)
+    limit = min(span.end + _SLACK_OPS, _forward_end(facts, call))
+
+    def is_pinned(storage: int) -> bool:
+        if facts.graph.storages[storage].last_ref > limit or any(u not in calls for u in users.get(storage, ())):
+            return True
+        return any(r.call not in calls for r in facts.records_of.get(storage, ()))
+
+    return Inner(
+        call=call,
+        at=facts.first_unpack(call) or 0,
+        needed=needed,
+        deaths={s: facts.death_without(s, calls) for s in inside},
+        pinned=frozenset(filter(is_pinned, inside)),
+    )
+
+
+def _forward_end(facts: Facts, call: int) -> int:
+    """Clock at which the model's own call around a module call returns."""
+    while facts.graph.calls[call].parent >= 0:
+        call = facts.graph.calls[call].parent
+    return facts.graph.calls[call].end
 
 
 def _shared_inputs(facts: Facts, candidates: Sequence[Candidate]) -> frozenset[int]:
@@ -237,7 +254,7 @@ def _kind(facts: Facts, inner: Inner) -> Hashable:
             (op.name, tuple(map(name, op.inputs)), *written, op.flops, op.moved_bytes, op.workspace_bytes, *flags)
         )
     for s, number in names.items():
-        size, cause = graph.storages[s].num_bytes, graph.storages[s].cause
+        size, is_parameter = graph.storages[s].num_bytes, graph.storages[s].cause == "parameter"
         if s in inner.deaths:
             ends = [
                 min(c, span.end) - span.start for c in (graph.storages[s].last_ref, inner.deaths[s], facts.deaths[s])
@@ -245,6 +262,6 @@ def _kind(facts: Facts, inner: Inner) -> Hashable:
             later = (s in inner.pinned, s in inner.needed, inner.deaths[s] >= inner.at, facts.deaths[s] >= inner.at)
             rows.append((number, size, *ends, *later, facts.is_mutated(s, span.end, len(graph.ops))))
         else:
-            rows.append((number, cause))
+            rows.append((number, is_parameter))
     rows.append(tuple(r.packed - span.start for r in facts.saved_in(inner.call)))
     return tuple(rows)

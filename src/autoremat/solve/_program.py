@@ -1,0 +1,96 @@
+"""Planner formulation 1 as a HiGHS model: stored and rerun units under a falling limit on stored bytes.
+
+With ``x`` (unit stored) and ``r`` (unit runs again):
+
+    min  sum c r    subject to    r_u >= 1 - x_u             for units that autograd needs
+                                  r_u >= r_o - x_u           for each read u -> o
+                                  sum b x <= limit
+
+Costs and bytes are scaled to sums of `_SCALE`, so that the solver's absolute tolerances mean the same for a toy and
+for a model of 100 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import highspy
+import numpy as np
+from highspy._core import _Highs
+
+from autoremat.solve._units import Unit
+
+RESOLUTION = 10**6
+"""Limits that differ by a smaller share than one in this many are the same to the solver's tolerance."""
+_SCALE = 1000.0
+_MIP_GAP = 1e-6
+
+
+class Program:
+    """The program of one region; only the limit changes between solves.
+
+    Args:
+        units: What can be stored and run.
+        tie_break: Weight of moved and of stored bytes against the cost of everything.
+        is_integer: False for the linear relaxation.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, tie_break: float, is_integer: bool = True) -> None:
+        self._num_units = len(units)
+        self._stored_bytes = np.array([u.stored_bytes for u in units], np.int64)
+        self.total_bytes = max(1, int(self._stored_bytes.sum()))
+        # `highspy.Highs` prints a banner before it can be told not to; its base class does not.
+        self._highs = _Highs()
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
+        self._highs.setOptionValue("mip_rel_gap", _MIP_GAP)
+        self._add_columns(units, tie_break)
+        self._limit_row = self._add_rows(units)
+        if is_integer:
+            num_columns = 2 * self._num_units
+            kinds = np.full(num_columns, highspy.HighsVarType.kInteger)
+            self._highs.changeColsIntegrality(num_columns, np.arange(num_columns, dtype=np.int32), kinds)
+
+    def _add_columns(self, units: Sequence[Unit], tie_break: float) -> None:
+        moved = np.array([u.moved_bytes for u in units], float)
+        cost = np.array([u.cost for u in units], float)
+        running = cost / max(cost.sum(), 1e-300) + tie_break * moved / max(moved.sum(), 1.0)
+        storing = tie_break / 10 * self._stored_bytes / self.total_bytes
+        for unit in units:
+            self._highs.addVar(1.0 if unit.always_runs else 0.0, 1.0)
+        for unit in units:
+            self._highs.addVar(0.0, 1.0 if unit.can_be_stored and unit.stored else 0.0)
+        index = np.arange(2 * self._num_units, dtype=np.int32)
+        self._highs.changeColsCost(len(index), index, _SCALE * np.concatenate([running, storing]))
+
+    def _add_rows(self, units: Sequence[Unit]) -> int:
+        num, infinity = self._num_units, highspy.kHighsInf
+        for position, unit in enumerate(units):
+            if unit.is_needed:
+                self._highs.addRow(1.0, infinity, 2, np.array([position, num + position]), np.ones(2))
+            for source in sorted(unit.reads):
+                columns = np.array([source, num + source, position])
+                self._highs.addRow(0.0, infinity, 3, columns, np.array([1.0, 1.0, -1.0]))
+        limit_row = int(self._highs.getNumRow())
+        columns = np.arange(num, 2 * num)
+        self._highs.addRow(-infinity, infinity, num, columns, _SCALE * self._stored_bytes / self.total_bytes)
+        return limit_row
+
+    def solve(self, limit_bytes: int | None) -> tuple[list[int], int]:
+        """Best units to store within a limit, and their bytes."""
+        self._run(limit_bytes)
+        values = np.array(self._highs.getSolution().col_value)
+        stored = np.flatnonzero(values[self._num_units :] > 0.5)
+        return [int(position) for position in stored], int(self._stored_bytes[stored].sum())
+
+    def optimum(self, limit_bytes: int) -> float:
+        """Least cost within a limit, as a share of the cost of all units (tie break included)."""
+        self._run(limit_bytes)
+        return float(self._highs.getObjectiveValue()) / _SCALE
+
+    def _run(self, limit_bytes: int | None) -> None:
+        limit = highspy.kHighsInf if limit_bytes is None else _SCALE * limit_bytes / self.total_bytes
+        self._highs.changeRowBounds(self._limit_row, -highspy.kHighsInf, limit)
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        assert status == highspy.HighsModelStatus.kOptimal, f"running everything again is always possible: {status}"

@@ -1,0 +1,98 @@
+"""Which module calls become candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoremat._step_graph import StepGraph
+from autoremat.solve._facts import Facts, collect_facts
+from autoremat.solve._segments import Segments, find_segments
+from strategies import Recipe, build_step, step_graphs
+
+MLP: Recipe = (("linear", 0, 8), ("gelu", 0, 8), ("linear", 0, 2))
+BLOCK: Recipe = (("norm", 0, 2), ("call", MLP, 0), ("dropout", 0, 2), ("add", 2, 2))
+
+
+def segments_of(graph: StepGraph) -> tuple[Facts, Segments]:
+    facts = collect_facts(graph, [float(op.flops) for op in graph.ops])
+    return facts, find_segments(facts)
+
+
+def paths_of(graph: StepGraph) -> list[str]:
+    return [graph.calls[c.members[0].call].path for c in segments_of(graph)[1].candidates]
+
+
+def test_blocks_and_their_parts_are_candidates_and_equal_ones_are_of_a_kind() -> None:
+    graph = build_step((("h.0", BLOCK), ("h.1", BLOCK), ("g.2", MLP)))
+    assert paths_of(graph) == ["h.0", "h.0.1", "h.1", "h.1.1", "g.2"]
+    kinds = [c.kind for c in segments_of(graph)[1].candidates]
+    assert kinds[0] == kinds[2]
+    assert kinds[1] == kinds[3]
+    assert len(set(kinds)) == 3
+
+
+def test_a_stack_is_left_to_its_blocks() -> None:
+    layers = tuple(("call", BLOCK, 0) for _ in range(4))
+    assert "h.0" not in paths_of(build_step((("h.0", layers),)))
+    assert "h.0.3" in paths_of(build_step((("h.0", layers),)))
+
+
+def test_a_single_block_is_a_candidate() -> None:
+    assert "h.0" in paths_of(build_step((("h.0", BLOCK),)))
+
+
+def test_a_block_whose_argument_changes_in_place_is_none() -> None:
+    graph = build_step((("h.0", BLOCK), ("h.1", BLOCK)))
+    entering = graph.calls[3].inputs[0]
+    ops = list(graph.ops)
+    after = graph.calls[3].end
+    ops[after] = dataclasses.replace(ops[after], mutates=(entering,))
+    assert paths_of(dataclasses.replace(graph, ops=tuple(ops))) == ["h.0", "h.0.1", "h.1.1"]
+
+
+def test_a_block_that_backward_never_reads_is_none() -> None:
+    graph = build_step((("h.0", BLOCK), ("h.1", BLOCK)))
+    inside = graph.subtree(3)
+    saved = tuple(dataclasses.replace(r, unpacked=None) if r.call in inside else r for r in graph.saved)
+    assert paths_of(dataclasses.replace(graph, saved=saved)) == ["h.0", "h.0.1"]
+
+
+def test_of_blocks_that_backward_takes_in_another_order_the_larger_stays() -> None:
+    large: Recipe = (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 2))
+    graph = build_step((("h.0", large), ("g.1", MLP)))
+    # Let backward ask for the second block last.
+    saved = tuple(
+        dataclasses.replace(r, unpacked=(r.unpacked or 0) + len(graph.ops) // 3, released=len(graph.ops))
+        if r.call == 2
+        else r
+        for r in graph.saved
+    )
+    assert paths_of(dataclasses.replace(graph, saved=saved)) == ["h.0"]
+
+
+def test_a_call_that_differs_between_micro_steps_is_none() -> None:
+    graph = build_step((("h.0", MLP), ("g.1", MLP)), num_micro_steps=2)
+    calls = list(graph.calls)
+    calls[-1] = dataclasses.replace(calls[-1], path="elsewhere")
+    assert paths_of(dataclasses.replace(graph, calls=tuple(calls))) == ["h.0"]
+
+
+@given(step_graphs(max_blocks=5), st.data())
+def test_candidates_cover_consecutive_leaves(graph: StepGraph, data: st.DataObject) -> None:
+    facts, segments = segments_of(graph)
+    assert [leaf.first for leaf in segments.leaves] == list(range(len(segments.leaves)))
+    for candidate in segments.candidates:
+        calls = facts.graph.subtree(candidate.members[0].call)
+        inside = [i for i, leaf in enumerate(segments.leaves) if leaf.members[0].call in calls]
+        assert inside == list(range(candidate.first, candidate.stop)) != []
+
+
+@given(step_graphs())
+def test_live_bytes_are_those_of_the_ledger(graph: StepGraph) -> None:
+    from autoremat._ledger import expand, peak_bytes
+
+    facts, _ = segments_of(graph)
+    assert int(facts.during.max()) == peak_bytes(graph, expand(graph))
