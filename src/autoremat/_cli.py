@@ -100,14 +100,16 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Run a plain and a planned step and compare loss, gradients, buffers and random state, bit for bit."""
-    from autoremat._api import verify as run_verify
+    from autoremat._verify import verify as run_verify
 
     with _progress(quiet=json) as report:
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
         options = {"target": target, "optimizer": _optimizer(optimizer), "objective": objective}
         made = _read_or_make(plan_file, built, report, budget=budget, precision=precision, **options)
         report("Running a plain and a planned step", 0.0)
-        result = run_verify(built.model, built.batch, made, loss=built.loss, precision=_autocast(precision))
+        result = run_verify(
+            built.model, built.batch, made, loss=built.loss, precision=_autocast(precision), accumulate=made.accumulate
+        )
     _print(result.to_json() if json else _tables.verify_table(result), json=json)
     if not result.equal:
         raise typer.Exit(EXIT_FAILED_CHECK)
@@ -128,7 +130,7 @@ def measure(
     json: JsonOption = False,
 ) -> None:
     """Run real steps, plain and planned, and measure peak and time beside the prediction."""
-    from autoremat._api import measure as run_measure
+    from autoremat._measure import measure as run_measure
 
     with _progress(quiet=json) as report:
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
@@ -141,6 +143,7 @@ def measure(
             loss=built.loss,
             optimizer=options["optimizer"],
             precision=_autocast(precision),
+            accumulate=made.accumulate,
             progress=report,
         )
     _print(result.to_json() if json else _tables.usage_table(result), json=json)

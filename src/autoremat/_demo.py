@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 import autoremat
 from autoremat import _tables
-from autoremat._api import measure, plan, profile, trace, verify
+from autoremat._api import plan, profile, trace
+from autoremat._measure import measure
 from autoremat._plan import Plan
 from autoremat._presets import build_preset, gpt2
 from autoremat._report import ReportSection, render_report
 from autoremat._results import TrainedRuns
 from autoremat._targets import get_target
 from autoremat._units import format_bytes
+from autoremat._verify import verify
 from autoremat.runtime import apply
 
 Progress = Callable[[str, float], None]
@@ -133,8 +135,7 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
     progress("Comparing a plain and a planned step", 0.15)
     verified = verify(model, batch, made)
     usage = measure(model, batch, made, progress=_part(progress, 0.25, 0.4))
-    plain_losses, plain_step_s = _train(None, text, num_steps=num_steps, progress=_part(progress, 0.4, 0.7))
-    planned_losses, planned_step_s = _train(made, text, num_steps=num_steps, progress=_part(progress, 0.7, 1.0))
+    trained = _train(made, text, num_steps=num_steps, progress=_part(progress, 0.4, 1.0))
     return ReportSection(
         title=f"A small GPT-2, trained for {num_steps} steps under {BUDGET_SHARE:.0%} of its plain peak",
         text=(
@@ -147,7 +148,7 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
         plan=made,
         verified=verified,
         usage=usage,
-        trained=TrainedRuns(plain_losses, planned_losses, plain_step_s, planned_step_s),
+        trained=trained,
     )
 
 
@@ -170,25 +171,49 @@ def _sample(text: Tensor, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _train(made: Plan | None, text: Tensor, *, num_steps: int, progress: Progress) -> tuple[tuple[float, ...], float]:
-    """Train from the seed; returns the losses and the median step time."""
-    model = _small_gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-    if made is not None:
-        apply(model, made)
-    torch.manual_seed(_SEED)
-    losses, times = [], []
-    for step in range(num_steps):
-        progress(f"Training {'plain' if made is None else 'planned'}, step {step + 1} of {num_steps}", step / num_steps)
-        batch = _sample(text, step)
+@dataclass(slots=True)
+class _Training:
+    """A training with a random state of its own, so that two can take turns and their times compare."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    random_state: Tensor
+    losses: list[float]
+    times: list[float]
+
+    @classmethod
+    def start(cls, made: Plan | None) -> _Training:
+        model = _small_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        if made is not None:
+            apply(model, made)
+        return cls(model, optimizer, torch.Generator().manual_seed(_SEED).get_state(), [], [])
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        torch.set_rng_state(self.random_state)
         start = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(**batch).loss
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model(**batch).loss
         loss.backward()
-        optimizer.step()
-        times.append(time.perf_counter() - start)
-        losses.append(loss.item())
-    return tuple(losses), statistics.median(times)
+        self.optimizer.step()
+        self.times.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+        self.random_state = torch.get_rng_state()
+
+
+def _train(made: Plan, text: Tensor, *, num_steps: int, progress: Progress) -> TrainedRuns:
+    """Train plain and planned from the same seed, in turns."""
+    plain, planned = _Training.start(None), _Training.start(made)
+    for step in range(num_steps):
+        progress(f"Training plain and planned, step {step + 1} of {num_steps}", step / num_steps)
+        for training in (plain, planned):
+            training.step(_sample(text, step))
+    return TrainedRuns(
+        plain_losses=tuple(plain.losses),
+        planned_losses=tuple(planned.losses),
+        plain_step_s=statistics.median(plain.times),
+        planned_step_s=statistics.median(planned.times),
+    )
 
 
 def _trained_table(trained: TrainedRuns) -> Table:

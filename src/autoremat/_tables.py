@@ -109,7 +109,6 @@ def usage_table(report: UsageReport) -> Table:
         table.add_row(f"budget {format_bytes(report.budget_bytes)}", "", word)
     steps = (plain, planned)
     table.add_row("step time", *("" if step is None else format_seconds(step.step_s) for step in steps))
-    table.add_row("loss", *("" if step is None else repr(step.loss) for step in steps), style="dim")
     return table
 
 
