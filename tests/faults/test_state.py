@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -383,8 +383,8 @@ def test_every_pre_hook_has_its_post_hook():
 
     model = Around(nn.Sequential(Inner(), Inner()))
     for block in model.blocks[0]:
-        block.lin.register_forward_pre_hook(lambda m, a: open_calls.append(m))  # noqa: ARG005
-        block.lin.register_forward_hook(lambda m, a, o: open_calls.remove(m))  # noqa: ARG005
+        block.lin.register_forward_pre_hook(lambda m, a: open_calls.append(m))
+        block.lin.register_forward_hook(lambda m, a, o: open_calls.remove(m))
     ar.apply(model, Plan((Region("blocks.0"),)))
     model(X).sum().backward()
     assert not open_calls
@@ -394,9 +394,9 @@ def test_hooks_of_the_region_itself_fire_once():
     fired = []
     block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     model = Around(block)
-    block.register_forward_pre_hook(lambda m, a: fired.append("pre"))  # noqa: ARG005
-    block.register_forward_hook(lambda m, a, o: fired.append("post"))  # noqa: ARG005
+    block.register_forward_pre_hook(lambda m, a: fired.append("pre"))
+    block.register_forward_hook(lambda m, a, o: fired.append("post"))
     ar.apply(model, Plan((Region("blocks.0"),)))
-    block.register_full_backward_hook(lambda m, gi, go: fired.append("backward"))  # noqa: ARG005
+    block.register_full_backward_hook(lambda m, gi, go: fired.append("backward"))
     model(X).sum().backward()
     assert fired == ["pre", "post", "backward"]

@@ -455,7 +455,8 @@ class Replay:
         frame, index = self._frame, self._index
         self._index = index + 1
         # With its grad_fn, a kept tensor would hold the recomputed graph, and an output its own node.
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if index < len(frame.holders):
             holder = frame.holders[index]()
             if frame.expected[index] != (tensor.shape, tensor.dtype) and frame.recipe.compares_shapes:
