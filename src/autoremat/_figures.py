@@ -205,6 +205,7 @@ def _svg(figure: Any, label: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # two pictures on a page would share them
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # a hundredth of a point is finer than any screen
     head, rest = text.split(">", 1)
     head = re.sub(r' (?:width|height)="[^"]*"', "", head)
     for role, colour in _PLACEHOLDERS.items():

@@ -1,0 +1,249 @@
+"""The command line: its options, exit codes, tables, JSON, and errors without a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import typer
+
+import synthetic
+from autoremat import Plan, __main__, get_target, plan_schema, target_names
+from autoremat._cli import app
+
+MODELS = """
+import itertools
+import torch
+from torch import nn
+
+def chain(batch=512):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+    return nn.Sequential(*blocks), torch.ones(batch, 64), lambda out: out.square().mean()
+
+def without_loss():
+    return nn.Linear(4, 4), torch.ones(2, 4)
+
+def wrong_batch():
+    return nn.Linear(4, 1), {"y": torch.ones(2, 4)}, lambda out: out.mean()
+
+def narrow():
+    return nn.Sequential(nn.Linear(32, 32)), torch.ones(2, 32), lambda out: out.mean()
+
+CALLS = itertools.count(1)
+
+class Twisted(nn.Module):
+    # What recompute sees is not what forward saw, and no runtime can know.
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * next(CALLS))
+
+def twisted():
+    torch.manual_seed(0)
+    return nn.Sequential(Twisted(), Twisted(), nn.Linear(64, 1)), torch.ones(512, 64), lambda out: out.mean()
+"""
+BUDGET = "2200KB"
+
+
+@pytest.fixture
+def models(tmp_path):
+    file = tmp_path / "cli_models.py"
+    file.write_text(MODELS)
+    return str(file)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process; returns exit code, stdout and stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["autoremat", *arguments])
+        code = 0
+        try:
+            __main__.main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+OPTIONS = {
+    "plan": "--accumulate --batch --budget --json --objective --optimizer --output --precision --seq --target -o model",
+    "verify": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
+    "measure": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
+    "targets": "--json",
+    "presets": "",
+    "demo": "--report --steps",
+}
+
+
+def test_the_commands_and_their_options_are_these():
+    commands = typer.main.get_command(app).commands
+    found = {
+        name: " ".join(sorted(o for p in c.params for o in p.opts if o != "--help")) for name, c in commands.items()
+    }
+    assert found == OPTIONS
+
+
+def test_plan_prints_a_table_and_writes_the_file(run, models, tmp_path):
+    output = tmp_path / "plan.json"
+    code, out, err = run("plan", f"{models}:chain", "--budget", BUDGET, "--output", str(output))
+    assert (code, err) == (0, "")
+    assert "fits" in out
+    assert "too small by" in out
+    plan = Plan.load(output)
+    assert plan.regions
+    assert plan.planned.peak_bytes <= plan.budget_bytes == 2_200_000
+    assert plan.target == "cpu"
+
+
+def test_plan_prints_json_and_nothing_else(run, models):
+    code, out, err = run("plan", f"{models}:chain", "--budget", BUDGET, "--json", "--optimizer", "none")
+    assert (code, err) == (0, "")
+    jsonschema.validate(json.loads(out), plan_schema())
+    assert Plan.from_json(out).optimizer == ""
+
+
+def test_a_budget_that_the_plain_step_meets_needs_no_regions(run, models):
+    code, out, _ = run("plan", f"{models}:chain", "--budget", "1GiB")
+    assert code == 0
+    assert "nothing is recomputed" in out
+
+
+def test_a_target_alone_gives_all_its_memory(run, models):
+    code, out, _ = run("plan", f"{models}:chain", "--target", "rtx3090-24g", "--json")
+    assert code == 0
+    assert Plan.from_json(out).budget_bytes == get_target("rtx3090-24g").usable_bytes
+
+
+def test_verify_finds_a_plan_equal(run, models):
+    code, out, _ = run("verify", f"{models}:chain", "--budget", BUDGET)
+    assert code == 0
+    assert "equal to the bit" in out
+
+
+def test_verify_reads_a_plan_and_prints_json(run, models, tmp_path):
+    file = tmp_path / "plan.json"
+    run("plan", f"{models}:chain", "--budget", BUDGET, "--output", str(file))
+    code, out, err = run("verify", f"{models}:chain", "--plan", str(file), "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["equal"]
+    assert report["num_recomputed_regions"] > 0
+
+
+def test_verify_exits_with_one_when_something_differs(run, models, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text('{"regions": [{"path": "0"}, {"path": "1"}]}')
+    code, out, _ = run("verify", f"{models}:twisted", "--plan", str(file))
+    assert code == 1
+    assert "difference" in out
+
+
+def test_measure_compares_with_the_prediction(run, models):
+    code, out, _ = run("measure", f"{models}:chain", "--budget", BUDGET, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["planned"]["peak_bytes"] <= 2_200_000 < report["plain"]["peak_bytes"]
+    assert report["predicted_planned_bytes"] > 0
+
+
+def test_measure_exits_with_one_when_the_peak_is_over_the_budget(run, models, monkeypatch):
+    monkeypatch.setattr("autoremat._measure.measure", lambda *_, **__: synthetic.usage(budget_bytes=1))
+    code, out, _ = run("measure", f"{models}:chain", "--budget", BUDGET)
+    assert code == 1
+    assert "OVER" in out
+
+
+def test_targets_lists_all(run):
+    code, out, _ = run("targets", "--json")
+    assert code == 0
+    assert [target["name"] for target in json.loads(out)] == list(target_names())
+    code, out, _ = run("targets")
+    assert code == 0
+    assert all(name in out for name in target_names())
+
+
+def test_presets_lists_all(run):
+    code, out, _ = run("presets")
+    assert code == 0
+    assert "llama-3-8b" in out
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("chain", ("--budget", "24 Gigs"), "24GiB"),
+        ("chain", ("--budget", "1MB"), "The smallest budget"),
+        ("chain", (), "--budget"),
+        ("chain", ("--budget", "1GiB", "--target", "rtx3090"), "rtx3090-24g"),
+        ("chain", ("--budget", "1GiB", "--precision", "fp8"), "amp-bf16"),
+        ("chain", ("--budget", "1GiB", "--optimizer", "adamm"), "adam"),
+        ("chain", ("--budget", "1GiB", "--seq", "3"), "leave out --seq"),
+        ("chain", ("--budget", "1GiB", "-o", "/nowhere/plan.json"), "/nowhere/plan.json"),
+        ("without_loss", ("--budget", "1GiB"), "loss="),
+        ("wrong_batch", ("--budget", "1GiB"), "does not fit Linear.forward"),
+        ("missing", ("--budget", "1GiB"), "no function 'missing'"),
+    ],
+)
+def test_a_mistake_is_one_message_with_a_remedy_and_exit_code_two(run, models, model, options, message):
+    code, out, err = run("plan", f"{models}:{model}", *options)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+
+
+@pytest.mark.parametrize("verb", ["verify", "measure"])
+def test_a_plan_for_another_model_is_refused(run, models, tmp_path, verb):
+    file = tmp_path / "plan.json"
+    run("plan", f"{models}:chain", "--budget", BUDGET, "--output", str(file))
+    code, _, err = run(verb, f"{models}:narrow", "--plan", str(file))
+    assert code == 2
+    assert err.startswith("error: ")
+    code, _, err = run(verb, f"{models}:chain", "--plan", str(file), "--budget", BUDGET)
+    assert code == 2
+    assert "exclude each other" in err
+    code, _, err = run(verb, f"{models}:chain", "--plan", str(tmp_path / "none.json"))
+    assert code == 2
+    assert "none.json" in err
+
+
+def test_a_wrong_option_exits_with_two():
+    done = subprocess.run(
+        [sys.executable, "-m", "autoremat", "plan", "gpt2", "--bugdet", "1"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--budget" in done.stderr
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch):
+    from autoremat import _cli
+
+    seen = []
+
+    class Terminal(_cli.Console):
+        def __init__(self, **options):
+            super().__init__(force_terminal=True, file=__import__("io").StringIO(), **options | {"stderr": False})
+            seen.append(self)
+
+    monkeypatch.setattr(_cli, "Console", Terminal)
+    with _cli._progress(quiet=False) as report:
+        report("counting", 0.5)
+    assert "counting" in seen[-1].file.getvalue()
+    with _cli._progress(quiet=True) as report:
+        report("counting", 0.5)
+    assert seen[-1].file.getvalue() == ""
