@@ -137,7 +137,8 @@ class Guide:
 
     def least(self, states: _States, position: int) -> Costs:
         """No continuation of a partial path costs less than this."""
-        return states.cost + self.to_go[position] + self.price * (self.need_bytes - states.saved)
+        least: Costs = states.cost + self.to_go[position] + self.price * (self.need_bytes - states.saved)
+        return least
 
 
 def find_guide(chain: Chain, limit_bytes: int) -> Guide:
