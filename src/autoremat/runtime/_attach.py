@@ -22,8 +22,9 @@ from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import Plan, Region
 from autoremat._signature import model_signature
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import Recipe, enter, leave, unwind
+from autoremat.runtime._frame import enter, leave, unwind
 from autoremat.runtime._module_state import ModuleWatch
+from autoremat.runtime._recipe import Recipe
 from autoremat.runtime._selective import OpTable
 
 Check = Literal["first", "always", "never"]

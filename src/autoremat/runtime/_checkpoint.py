@@ -21,8 +21,9 @@ from torch import nn
 
 from autoremat._errors import RecomputeError, UsageError
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import Learned, Recipe, enter, leave
+from autoremat.runtime._frame import enter, leave
 from autoremat.runtime._module_state import ModuleWatch
+from autoremat.runtime._recipe import Learned, Recipe
 
 T = TypeVar("T")
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]

@@ -23,93 +23,16 @@ import torch
 
 from autoremat._errors import RecomputeError
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._ambient import (
-    Flags,
-    RandomStates,
-    drawn_from,
-    flags_set,
-    generator_state,
-    random_set,
-    read_flags,
-    read_other_random,
-    read_torch_random,
-)
+from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
-from autoremat.runtime._module_state import ModuleState, ModuleWatch, version_of
-from autoremat.runtime._other_random import fingerprint
-from autoremat.runtime._selective import OpTable, Player, Recorder, StandIn, Store
-from autoremat.runtime._structure import Copier, loosen_unchanged, tighten
+from autoremat.runtime._module_state import version_of
+from autoremat.runtime._recipe import Entry, Recipe
+from autoremat.runtime._selective import Player, Recorder, StandIn, Store
+from autoremat.runtime._structure import tighten
 
 
 class StopRecompute(BaseException):
     """Leaves the user's forward once recompute has what it needs; not an Exception, so that nobody catches it."""
-
-
-class Learned:
-    """What earlier executions of the same code have shown.
-
-    Attributes:
-        is_checked: Whether recomputed values were compared once and agreed.
-        other_random: Whether an execution drew from Python's or NumPy's random numbers; None until one has ended.
-    """
-
-    __slots__ = ("__weakref__", "is_checked", "other_random")
-
-    def __init__(self) -> None:
-        self.is_checked = False
-        self.other_random: bool | None = None
-
-
-class Recipe:
-    """What all executions of a region have in common.
-
-    Attributes:
-        name: For messages, ``"Region 'transformer.h.3' (GPT2Block)"``.
-        watch: State of its modules.
-        table: Planned op calls, None for a region that stores and skips none.
-        check: Whether recomputed values are compared: "first", "always" or "never".
-        preserve_rng_state: Whether recompute draws the random numbers that forward drew.
-        early_stop: Whether recompute stops once the last saved tensor is back.
-        compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
-        error: What to raise if recompute comes out differently.
-        num_calls: Executions in forward.
-        num_recomputes: Executions in backward.
-        num_ops_run: Ops that ran in recompute; counted in selective regions only.
-        num_outputs_stored: Stored outputs handed out.
-        num_ops_skipped: Ops left out.
-    """
-
-    __slots__ = (
-        "check", "compares_shapes", "early_stop", "error", "learned", "name", "num_calls", "num_ops_run",
-        "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state", "table", "watch",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        watch: ModuleWatch | None,
-        table: OpTable | None = None,
-        *,
-        check: str = "first",
-        preserve_rng_state: bool = True,
-        early_stop: bool = True,
-        learned: Learned | None = None,
-    ) -> None:
-        self.name = name
-        self.watch = watch
-        self.table = table
-        self.check = check
-        self.preserve_rng_state = preserve_rng_state
-        self.early_stop = early_stop
-        self.compares_shapes = True
-        self.error: type[RecomputeError] = RecomputeError
-        self.learned = learned if learned is not None else Learned()
-        self.reset_counts()
-
-    def reset_counts(self) -> None:
-        """Start counting anew."""
-        self.num_calls = self.num_recomputes = 0
-        self.num_ops_run = self.num_outputs_stored = self.num_ops_skipped = 0
 
 
 class Holder:
@@ -137,70 +60,6 @@ def unpack(holder: Holder) -> torch.Tensor:
             "inplace operation inside the region. Plain autograd refuses this too; write the operation out of place."
         )
     return value
-
-
-class Entry:
-    """What forward saw when it started."""
-
-    __slots__ = ("args", "copier", "fingerprint", "flags", "flaw", "kwargs", "loose", "modules", "random", "versions")
-
-    def __init__(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.copier = copier = Copier()
-        self.args = tuple([copier.copy(arg, f"argument {i}") for i, arg in enumerate(args)])
-        self.kwargs = {key: copier.copy(arg, f"argument {key!r}") for key, arg in kwargs.items()}
-        self.versions = [version_of(tensor) for _, tensor in copier.tensors]
-        self.flags: Flags = read_flags()
-        self.modules: ModuleState | None = recipe.watch.read() if recipe.watch is not None else None
-        self.random: RandomStates = []
-        self.loose: list[Any] = []
-        self.flaw = ""
-        self.fingerprint = fingerprint() if recipe.learned.other_random is False else None
-        if recipe.preserve_rng_state:
-            self.random = read_torch_random([tensor for _, tensor in copier.tensors])
-            if recipe.learned.other_random is not False:
-                self.random += read_other_random()
-            for generator in copier.generators:
-                self.random += generator_state(generator)
-
-    def finish(self, recipe: Recipe) -> None:
-        """When forward ends: keep only what recompute needs."""
-        self.random = drawn_from(self.random)
-        learned = recipe.learned
-        if self.fingerprint is None:
-            learned.other_random = bool(learned.other_random) or any(
-                not isinstance(state, torch.Tensor) for _, _, state in self.random
-            )
-        elif recipe.preserve_rng_state and self.fingerprint != fingerprint():
-            learned.other_random = True
-            self.flaw = (
-                "forward drew from Python's or NumPy's random numbers for the first time, so that their state from "
-                "before is not known. Run the step again: from now on it is stored."
-            )
-        if self.modules is not None and recipe.watch is not None:
-            recipe.watch.finish(self.modules)
-        if self.copier.parts:
-            self.loose = loosen_unchanged(self.copier)
-            named = [(n, t) for n, t in self.copier.tensors if not any(t is r() for *_, r in self.loose)]
-            self.versions = [
-                v
-                for (_, t), v in zip(self.copier.tensors, self.versions, strict=True)
-                if not any(t is r() for *_, r in self.loose)
-            ]
-            self.copier.tensors, self.copier.parts, self.copier._memo = named, [], {}
-
-    def check(self, recipe: Recipe) -> None:
-        """Refuse arguments, parameters and buffers that are no longer what forward saw."""
-        if self.flaw:
-            raise RecomputeError(f"{recipe.name}: {self.flaw}")
-        for (name, tensor), version in zip(self.copier.tensors, self.versions, strict=True):
-            if version_of(tensor) != version:
-                raise RecomputeError(
-                    f"{recipe.name}: {name} has been modified by an inplace operation since the region's forward "
-                    f"started (version {version}, now {version_of(tensor)}); recompute would use the new value. "
-                    "Write the operation out of place, or take the region out of the plan."
-                )
-        if self.modules is not None and recipe.watch is not None:
-            recipe.watch.check(self.modules, recipe.name)
 
 
 class Frame:
