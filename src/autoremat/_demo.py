@@ -36,6 +36,7 @@ BUDGET_SHARE = 0.55
 """Budget of the training, as a share of the plain step's peak."""
 _SEED = 0
 _BATCH, _SEQ, _BYTE_VALUES = 4, 256, 256
+_SHAPE = {"n_layer": 8, "n_embd": 256, "n_head": 4}
 _LEARNING_RATE = 5e-4
 _KNOWN_CASE = ("bert-large", 16, 1024, "rtx3090-24g")
 
@@ -154,8 +155,8 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
 
 def _small_gpt2() -> nn.Module:
     torch.manual_seed(_SEED)
-    shape = {"n_layer": 8, "n_embd": 256, "n_head": 4, "n_positions": _SEQ, "vocab_size": _BYTE_VALUES}
-    model = gpt2(_SEQ, **shape, bos_token_id=0, eos_token_id=0)
+    tokens = {"n_positions": _SEQ, "vocab_size": _BYTE_VALUES, "bos_token_id": 0, "eos_token_id": 0}
+    model = gpt2(_SEQ, **_SHAPE, **tokens)
     return model.train()
 
 
