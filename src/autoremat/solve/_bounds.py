@@ -19,6 +19,8 @@ from autoremat.solve._facts import Facts
 from autoremat.solve._program import Program
 from autoremat.solve._units import Inner, Unit, build_units
 
+_TURN_OPS = 12
+"""How many ops of backward the turn takes in: the loss has its largest tensors there."""
 _SAFETY = 1e-6
 """Share of the cost of forward by which a computed limit is lowered: the solver's tolerances."""
 
@@ -46,7 +48,7 @@ class _Turn:
 
     def __init__(self, units: list[Unit], fixed_bytes: int) -> None:
         self._fixed_bytes = fixed_bytes
-        self._total_bytes = sum(unit.stored_bytes for unit in units)
+        self._total_bytes = sum(sum(unit.bytes_of.values()) for unit in units)
         self._total_cost = sum(unit.cost for unit in units)
         self._program = Program(units, tie_break=0.0, is_integer=False)
 
@@ -70,7 +72,8 @@ def _turn(facts: Facts, root: int, op_cost: Sequence[float]) -> _Turn | None:
     first = min((clock for clock in unpacked if clock >= span.end), default=None)
     if first is None:
         return None
-    fixed = {c: _fixed_bytes(facts, records, c) for c in range(span.end - 1, first + 1)}
+    stop = min(first + _TURN_OPS, len(graph.ops))
+    fixed = {c: _fixed_bytes(facts, records, c) for c in range(span.end - 1, stop)}
     clock = max(fixed, key=lambda c: fixed[c])
     needed = frozenset(s for s, found in records.items() if any((r.unpacked or 0) > clock for r in found))
     alive = frozenset(s for s in inside if not _is_freeable(facts, records[s], s, clock))
@@ -82,8 +85,9 @@ def _turn(facts: Facts, root: int, op_cost: Sequence[float]) -> _Turn | None:
         deaths={s: always if s in alive else never for s in inside},
         pinned=alive,
     )
-    units = [_relaxed(facts, inner, unit) for unit in build_units(facts, inner, op_cost)]
-    _allow_partial(facts, units, op_cost)
+    units = build_units(facts, inner, op_cost)
+    for unit in units:
+        _relax(facts, unit, op_cost)
     return _Turn(units, fixed[clock])
 
 
@@ -100,24 +104,16 @@ def _fixed_bytes(facts: Facts, records: dict[int, list[SavedTensor]], clock: int
     return int(facts.during[clock]) - sum(facts.graph.storages[s].num_bytes for s in freeable)
 
 
-def _relaxed(facts: Facts, inner: Inner, unit: Unit) -> Unit:
-    """A unit as the freest schedule sees it: storable, never forced to run, and no dearer than its least part."""
-    size = [facts.graph.storages[s].num_bytes for s in unit.stored if s in inner.needed and not inner.is_free(s)]
-    others = [0 if inner.is_free(s) else facts.graph.storages[s].num_bytes for s in unit.stored]
-    unit.stored_bytes = sum(size) if unit.is_needed else min(others, default=0)
-    unit.always_runs, unit.can_be_stored = False, True
-    return unit
+def _relax(facts: Facts, unit: Unit, op_cost: Sequence[float]) -> None:
+    """See a unit as the freest schedule does: all can be stored, and any one of its allocations can run alone.
 
-
-def _allow_partial(facts: Facts, units: Sequence[Unit], op_cost: Sequence[float]) -> None:
-    """Let a unit count for the cheapest of the ops that allocate in it, and for the reads that all of them have.
-
-    A schedule may hold a storage as it was before an in-place op, or want only one of several allocations.
+    A schedule may hold a storage as it was before an in-place op, or want only one of several allocations: the unit
+    counts for the cheapest op that allocates, and for the reads that all of those have.
     """
-    home = {s: position for position, unit in enumerate(units) for s in unit.storages}
-    for position, unit in enumerate(units):
-        makers = sorted({facts.graph.storages[s].born for s in unit.storages})
-        if makers:
-            unit.cost = min(op_cost[index] for index in makers)
-            read = [{home.get(s, position) for s in facts.graph.ops[index].inputs} for index in makers]
-            unit.reads = set.intersection(*read) - {position}
+    unit.always_runs = False
+    unit.unstorable = set()
+    makers = sorted({facts.graph.storages[s].born for s in unit.storages})
+    if makers:
+        unit.cost = min(op_cost[index] for index in makers)
+        for index in makers:
+            unit.reads &= set(facts.graph.ops[index].inputs)

@@ -114,7 +114,7 @@ def _live_bytes(graph: StepGraph, deaths: list[int]) -> tuple[Bytes, Bytes]:
         born[storage.born - BEFORE_STEP] += storage.num_bytes
         if death < num_ops:
             dead[death] += storage.num_bytes
-    between = np.cumsum(born) - np.cumsum(dead)
+    between = np.cumsum(born) - np.cumsum(dead) + graph.hidden_bytes
     workspace = np.array([op.workspace_bytes for op in graph.ops], np.int64)
     return between[:num_ops] + born[1:] + workspace, between
 

@@ -1,13 +1,7 @@
 """The options of one region: which of its storages to keep, from none to all that is worth it.
 
-Planner formulation 1: with ``x`` (unit stored) and ``r`` (unit runs again)
-
-    min  sum c r    subject to    r_u >= 1 - x_u             for units that autograd needs
-                                  r_u >= r_o - x_u           for each read u -> o
-                                  sum b x <= s
-
-solved by HiGHS for a falling limit ``s``. Each solution is then priced by the rules of replay, so an option's cost
-and bytes never come from the relaxation of a solver.
+Planner formulation 1 (see `_program`), solved by HiGHS for a falling limit on stored bytes. Each solution is then
+priced by the rules of replay, so an option's cost and bytes never come from the tolerances of a solver.
 
 Known limit: at most `max_points` options; the exact frontier can have more.
 """
@@ -71,16 +65,14 @@ def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, m
     options: dict[frozenset[int], Option] = {}
     points = min(max_points, max(_MIN_POINTS, max_points * _MANY_UNITS // max(1, len(units))))
     for stored in _sweep(units, points):
-        kept = frozenset(s for position in stored for s in units[position].stored)
-        work = replay(facts.graph, inner.call, kept, saved)
-        kept = _prune(facts, work, kept)
+        kept = _prune(facts, replay(facts.graph, inner.call, stored, saved), stored)
         if kept not in options:
             options[kept] = _price(facts, inner, kept, replay(facts.graph, inner.call, kept, saved), op_cost)
     return _undominated(list(options.values()))
 
 
-def _sweep(units: Sequence[Unit], max_points: int) -> list[list[int]]:
-    """Stored units for a falling limit on stored bytes."""
+def _sweep(units: Sequence[Unit], max_points: int) -> list[frozenset[int]]:
+    """Stored storages for a falling limit on stored bytes."""
     program = Program(units, tie_break=TIE_BREAK)
     stored, stored_bytes = program.solve(None)
     found = [stored]
@@ -94,9 +86,11 @@ def _sweep(units: Sequence[Unit], max_points: int) -> list[list[int]]:
 
 
 def _prune(facts: Facts, work: Replay, kept: frozenset[int]) -> frozenset[int]:
-    """Leave out stored storages that neither autograd nor an op that runs reads."""
-    read = {s for index in work.ops for s in facts.graph.ops[index].inputs}
-    return kept & (read | work.needed)
+    """Leave out storages that neither autograd nor an op that runs reads, and those that recompute makes anyway."""
+    ops = [facts.graph.ops[index] for index in work.ops]
+    read = {s for op in ops for s in op.inputs}
+    made = {s for op in ops for s in op.outputs}
+    return (kept & (read | work.needed)) - made
 
 
 def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float]) -> Option:

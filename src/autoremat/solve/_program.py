@@ -1,9 +1,9 @@
-"""Planner formulation 1 as a HiGHS model: stored and rerun units under a falling limit on stored bytes.
+"""Planner formulation 1 as a HiGHS model: stored storages and rerun units under a falling limit on stored bytes.
 
-With ``x`` (unit stored) and ``r`` (unit runs again):
+With ``x`` (storage stored) and ``r`` (unit runs again):
 
-    min  sum c r    subject to    r_u >= 1 - x_u             for units that autograd needs
-                                  r_u >= r_o - x_u           for each read u -> o
+    min  sum c r    subject to    r_u >= 1 - x_s             for storages s of u that autograd needs
+                                  r_u >= r_o - x_s           where unit o reads storage s of u
                                   sum b x <= limit
 
 Costs and bytes are scaled to sums of `_SCALE`, so that the solver's absolute tolerances mean the same for a toy and
@@ -37,7 +37,8 @@ class Program:
 
     def __init__(self, units: Sequence[Unit], *, tie_break: float, is_integer: bool = True) -> None:
         self._num_units = len(units)
-        self._stored_bytes = np.array([u.stored_bytes for u in units], np.int64)
+        self._storages = [s for unit in units for s in unit.bytes_of]
+        self._stored_bytes = np.array([size for unit in units for size in unit.bytes_of.values()], np.int64)
         self.total_bytes = max(1, int(self._stored_bytes.sum()))
         # `highspy.Highs` prints a banner before it can be told not to; its base class does not.
         self._highs = _Highs()
@@ -47,7 +48,7 @@ class Program:
         self._add_columns(units, tie_break)
         self._limit_row = self._add_rows(units)
         if is_integer:
-            num_columns = 2 * self._num_units
+            num_columns = self._num_units + len(self._storages)
             kinds = np.full(num_columns, highspy.HighsVarType.kInteger)
             self._highs.changeColsIntegrality(num_columns, np.arange(num_columns, dtype=np.int32), kinds)
 
@@ -59,29 +60,32 @@ class Program:
         for unit in units:
             self._highs.addVar(1.0 if unit.always_runs else 0.0, 1.0)
         for unit in units:
-            self._highs.addVar(0.0, 1.0 if unit.can_be_stored and unit.stored else 0.0)
-        index = np.arange(2 * self._num_units, dtype=np.int32)
+            for s in unit.bytes_of:
+                self._highs.addVar(0.0, 0.0 if s in unit.unstorable else 1.0)
+        index = np.arange(len(running) + len(storing), dtype=np.int32)
         self._highs.changeColsCost(len(index), index, _SCALE * np.concatenate([running, storing]))
 
     def _add_rows(self, units: Sequence[Unit]) -> int:
         num, infinity = self._num_units, highspy.kHighsInf
+        column = {s: num + position for position, s in enumerate(self._storages)}
+        maker = {s: position for position, unit in enumerate(units) for s in unit.bytes_of}
         for position, unit in enumerate(units):
-            if unit.is_needed:
-                self._highs.addRow(1.0, infinity, 2, np.array([position, num + position]), np.ones(2))
-            for source in sorted(unit.reads):
-                columns = np.array([source, num + source, position])
+            for s in unit.needed:
+                self._highs.addRow(1.0, infinity, 2, np.array([position, column[s]]), np.ones(2))
+            for s in sorted(unit.reads):
+                columns = np.array([maker[s], column[s], position])
                 self._highs.addRow(0.0, infinity, 3, columns, np.array([1.0, 1.0, -1.0]))
         limit_row = int(self._highs.getNumRow())
-        columns = np.arange(num, 2 * num)
-        self._highs.addRow(-infinity, infinity, num, columns, _SCALE * self._stored_bytes / self.total_bytes)
+        columns = np.arange(num, num + len(self._storages))
+        self._highs.addRow(-infinity, infinity, len(columns), columns, _SCALE * self._stored_bytes / self.total_bytes)
         return limit_row
 
-    def solve(self, limit_bytes: int | None) -> tuple[list[int], int]:
-        """Best units to store within a limit, and their bytes."""
+    def solve(self, limit_bytes: int | None) -> tuple[frozenset[int], int]:
+        """Best storages to store within a limit, and their bytes."""
         self._run(limit_bytes)
         values = np.array(self._highs.getSolution().col_value)
         stored = np.flatnonzero(values[self._num_units :] > 0.5)
-        return [int(position) for position in stored], int(self._stored_bytes[stored].sum())
+        return frozenset(self._storages[position] for position in stored), int(self._stored_bytes[stored].sum())
 
     def optimum(self, limit_bytes: int) -> float:
         """Least cost within a limit, as a share of the cost of all units (tie break included)."""

@@ -8,7 +8,7 @@ of `_replay.replay`, which has the last word on the cost of an option.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoremat._replay import is_uncounted
 from autoremat._step_graph import Op
@@ -22,26 +22,24 @@ class Unit:
     Attributes:
         ops: Their indices.
         storages: Storages that they write and that are born in the region.
-        reads: Units (positions) that must be there before this one runs.
-        stored: Storages to store so that no other unit asks for this one.
-        is_needed: Whether autograd saved one of its storages.
+        reads: Storages of other units that must be there before this one runs.
+        needed: Storages of it that autograd saved.
+        bytes_of: Its storages that autograd or another unit asks for, each with the bytes that storing it takes.
+        unstorable: Those of them that cannot be stored without changing values.
         always_runs: Whether recompute runs it whatever is stored.
-        can_be_stored: Whether storing is possible without changing values.
         cost: FLOPs or seconds.
         moved_bytes: Bytes that its ops move.
-        stored_bytes: Bytes of `stored` that are not alive anyway.
     """
 
-    ops: list[int]
-    storages: list[int]
-    reads: set[int]
-    stored: list[int]
-    is_needed: bool = False
+    ops: list[int] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+    reads: set[int] = field(default_factory=set)
+    needed: list[int] = field(default_factory=list)
+    bytes_of: dict[int, int] = field(default_factory=dict)
+    unstorable: set[int] = field(default_factory=set)
     always_runs: bool = False
-    can_be_stored: bool = True
     cost: float = 0.0
     moved_bytes: int = 0
-    stored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Un
         always = op.reads_value or is_uncounted(graph, op)
         if not written and not always:
             continue
-        unit = units.setdefault(group[written[0]] if written else -1 - op.index, Unit([], [], set(), []))
+        unit = units.setdefault(group[written[0]] if written else -1 - op.index, Unit())
         unit.ops.append(op.index)
         unit.storages.extend(s for s in written if s not in unit.storages)
         unit.always_runs |= always
@@ -94,9 +92,6 @@ def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Un
         unit.moved_bytes += op.moved_bytes
     found = list(units.values())
     _connect(facts, inner, found)
-    for unit in found:
-        unit.can_be_stored = not unit.always_runs and all(_can_be_stored(facts, inner, s) for s in unit.stored)
-        unit.stored_bytes = sum(graph.storages[s].num_bytes for s in unit.stored if not inner.is_free(s))
     return found
 
 
@@ -118,19 +113,21 @@ def _group_storages(ops: Sequence[Op], inner: Inner) -> dict[int, int]:
 
 
 def _connect(facts: Facts, inner: Inner, units: Sequence[Unit]) -> None:
-    """Find which unit reads which, and what of a unit others ask for."""
+    """Find what units read of each other, and what of a unit is asked for."""
+    graph = facts.graph
     home = {s: position for position, unit in enumerate(units) for s in unit.storages}
     asked = set(inner.needed)
     for position, unit in enumerate(units):
-        for index in unit.ops:
-            for s in facts.graph.ops[index].inputs:
-                source = home.get(s, position)
-                if source != position:
-                    unit.reads.add(source)
-                    asked.add(s)
+        read = {s for index in unit.ops for s in graph.ops[index].inputs}
+        unit.reads = {s for s in read if home.get(s, position) != position}
+        asked |= unit.reads
     for unit in units:
-        unit.stored = [s for s in unit.storages if s in asked]
-        unit.is_needed = any(s in inner.needed for s in unit.storages)
+        unit.needed = [s for s in unit.storages if s in inner.needed]
+        for s in unit.storages:
+            if s in asked:
+                unit.bytes_of[s] = 0 if inner.is_free(s) else graph.storages[s].num_bytes
+                if unit.always_runs or not _can_be_stored(facts, inner, s):
+                    unit.unstorable.add(s)
 
 
 def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
@@ -144,5 +141,8 @@ def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
     if not mutations:
         return True
     last = mutations[-1]
+    if any(len({*graph.ops[index].outputs, *graph.ops[index].mutates}) > 1 for index in mutations if index < span.end):
+        # Recompute may want the other result of such an op; running it would write the stored one a second time.
+        return False
     early = (op for op in graph.ops[birth + 1 : min(last, span.end)] if not op.is_view and storage not in op.mutates)
     return last < span.end and not any(storage in op.inputs for op in early)
