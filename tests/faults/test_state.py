@@ -400,3 +400,77 @@ def test_hooks_of_the_region_itself_fire_once():
     block.register_full_backward_hook(lambda m, gi, go: fired.append("backward"))
     model(X).sum().backward()
     assert fired == ["pre", "post", "backward"]
+
+
+def test_hooks_added_after_the_plan_stay_outside_the_region():
+    def run(apply):
+        seed()
+        model = Around(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        if apply:
+            applied = ar.apply(model, Plan((Region("blocks.0"),)), check="always")
+        block = model.blocks[0]
+        block.register_forward_pre_hook(lambda m, a: (a[0].sin().exp(),))
+        block.register_forward_hook(lambda m, a, o: o.sin().exp(), prepend=True)
+        grads = []
+        for _ in range(2):
+            model.zero_grad()
+            model(X).sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        if apply:
+            assert applied.executed[0].num_recomputes == 1  # the call that found the new hook ran plain
+        return grads
+
+    for plain, planned in zip(run(False), run(True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+def test_keyboard_interrupt_in_a_region():
+    class Interrupted(Block):
+        interrupts = True
+
+        def forward(self, x):
+            h = torch.tanh(self.lin(x))
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return h
+
+    model = Around(Interrupted())
+    applied = ar.apply(model, Plan((Region("blocks.0"),)))
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    model.blocks[0].interrupts = False
+    model(X).sum().backward()
+    assert applied.executed[0].num_recomputes == 1
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        torch.ones(2, requires_grad=True).exp()
+    assert packed
+    y = torch.ones(2, requires_grad=True).exp()
+    assert "Holder" not in repr(y.grad_fn._raw_saved_result)
+    y.sum().backward()
+
+
+def test_fully_sharded_blocks():
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("needs torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def losses(sharded):
+            seed()
+            model = Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+            if sharded:
+                for block in model.blocks:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+                ar.apply(model, Plan((Region("blocks.0"), Region("blocks.1"))), check="always")
+            return [value for name, value in train(model, (X,), torch.sum, steps=3).items() if name.startswith("loss")]
+
+        assert losses(sharded=False) == losses(sharded=True)
+    finally:
+        dist.destroy_process_group()

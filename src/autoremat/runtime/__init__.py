@@ -4,5 +4,16 @@ from __future__ import annotations
 
 from autoremat.runtime._attach import Applied, ExecutedRegion, apply
 from autoremat.runtime._checkpoint import checkpoint, checkpoint_sequential
+from autoremat.runtime._explain import ExplainedRegion, Explanation, HeldStorage, explain
 
-__all__ = ["Applied", "ExecutedRegion", "apply", "checkpoint", "checkpoint_sequential"]
+__all__ = [
+    "Applied",
+    "ExecutedRegion",
+    "ExplainedRegion",
+    "Explanation",
+    "HeldStorage",
+    "apply",
+    "checkpoint",
+    "checkpoint_sequential",
+    "explain",
+]

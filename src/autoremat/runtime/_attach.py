@@ -9,9 +9,11 @@ Known limits: a KeyboardInterrupt in the middle of forward leaves the region ope
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal, Self
 
 import torch
@@ -22,7 +24,7 @@ from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import Plan, Region
 from autoremat._signature import model_signature
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import enter, leave, unwind
+from autoremat.runtime._frame import active_regions, enter, leave, unwind
 from autoremat.runtime._module_state import ModuleWatch
 from autoremat.runtime._recipe import Recipe
 from autoremat.runtime._selective import OpTable
@@ -73,6 +75,22 @@ class _Attached:
     num_calls: int = 0
     handles: list[RemovableHandle] = field(default_factory=list)
 
+    def is_innermost(self, module: nn.Module) -> bool:
+        """Whether no hook of others runs between ours and forward; if one does, put ours next to forward again.
+
+        Recompute calls forward without hooks, so what others do in between must stay outside the region. A pre-hook
+        that comes after ours has not run yet in this call: then the call must run plain.
+        """
+        before, after = self.handles[0].id, self.handles[1].id
+        pre_hooks: Any = module._forward_pre_hooks
+        hooks: Any = module._forward_hooks
+        if next(iter(hooks)) != after:
+            hooks.move_to_end(after, last=False)
+        if next(reversed(pre_hooks)) == before:
+            return True
+        pre_hooks.move_to_end(before)
+        return False
+
     def next_recipe(self) -> Recipe | None:
         """The recipe of the call that starts now."""
         if None in self.recipes:
@@ -96,7 +114,7 @@ def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
         return
     recipe = attached.next_recipe()
-    if recipe is not None:
+    if recipe is not None and attached.is_innermost(module):
         enter(recipe, module.forward, module, args, kwargs)
 
 
@@ -111,6 +129,17 @@ def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
     root = _ROOTS.get(module)
     if root is not None:
         root.forward_index += 1
+        if active_regions():
+            abandon_stale_regions()
+
+
+def attached_regions(model: nn.Module) -> Iterator[tuple[str, int | None, Recipe]]:
+    """Path, call number and recipe of every region of a model."""
+    for module in model.modules():
+        attached = _REGIONS.get(module)
+        if attached is not None:
+            for number, recipe in attached.recipes.items():
+                yield attached.path, number, recipe
 
 
 class Applied:
@@ -269,6 +298,16 @@ def _refuse_overlap(regions: tuple[Region, ...]) -> None:
         _refuse_overlap(region.children)
 
 
-def abandon_open_regions() -> None:
-    """Close regions that a KeyboardInterrupt left open on this thread."""
-    unwind(0)
+def abandon_stale_regions() -> None:
+    """Close regions that a KeyboardInterrupt left open: those whose module is not running any more."""
+    running: set[int] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            running.add(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    for depth, active in enumerate(active_regions()):
+        owner = getattr(active, "owner", None)
+        if isinstance(owner, nn.Module) and id(owner) not in running:
+            unwind(depth)
+            return

@@ -234,6 +234,8 @@ def _finish(frame: Frame, active: Active) -> None:
     if active.is_rerun:
         return
     frame.is_closed = True
+    if not recipe.num_recomputes and frame.parent is None:
+        recipe.note(entry, frame.store)
     frame.constants = ()
     if not frame.holders and not frame.children:
         frame.release()

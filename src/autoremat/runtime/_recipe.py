@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoremat._errors import RecomputeError
 from autoremat.runtime._ambient import (
@@ -18,8 +19,9 @@ from autoremat.runtime._ambient import (
 )
 from autoremat.runtime._module_state import ModuleState, ModuleWatch, version_of
 from autoremat.runtime._other_random import fingerprint
-from autoremat.runtime._selective import OpTable
+from autoremat.runtime._selective import OpTable, Store, Stored
 from autoremat.runtime._structure import Copier, loosen_unchanged
+from autoremat.runtime._torch_compat import has_no_data
 
 
 class Learned:
@@ -54,11 +56,14 @@ class Recipe:
         num_ops_run: Ops that ran in recompute; counted in selective regions only.
         num_outputs_stored: Stored outputs handed out.
         num_ops_skipped: Ops left out.
+        held: What executions held at the end of forward, as far as noted: address, bytes and name of each storage.
+        matched: Planned op calls that ran in one of these executions: slot of the operator, occurrence.
     """
 
     __slots__ = (
-        "check", "compares_shapes", "early_stop", "error", "learned", "name", "num_calls", "num_ops_run",
-        "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state", "table", "watch",
+        "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched", "name", "num_calls",
+        "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state", "table",
+        "watch",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +92,26 @@ class Recipe:
         """Start counting anew."""
         self.num_calls = self.num_recomputes = 0
         self.num_ops_run = self.num_outputs_stored = self.num_ops_skipped = 0
+        self.held: list[tuple[int, int, str]] = []
+        self.matched: set[tuple[int, int]] = set()
+
+    def note(self, entry: Entry, store: Store | None) -> None:
+        """Note what an execution holds, for `explain`."""
+        self.held += [
+            (id(state), state.nbytes, "random state") for *_, state in entry.random if hasattr(state, "nbytes")
+        ]
+        tensors = [(name, tensor) for name, tensor in entry.copier.tensors if not isinstance(tensor, nn.Parameter)]
+        if entry.modules is not None and self.watch is not None:
+            tensors += [(f"{self.watch.label(slot)} from before", t) for slot, t in entry.modules.before.items()]
+        if store is not None and self.table is not None:
+            self.matched.update(store.records)
+            names = {operator.slot: operator.name for operator in self.table.values() if operator is not None}
+            for (slot, occurrence), record in store.records.items():
+                tensors += [(f"{names[slot]} #{occurrence}", o.tensor) for o in record.outputs if isinstance(o, Stored)]
+        for name, tensor in tensors:
+            if tensor.layout == torch.strided and not has_no_data(tensor):
+                storage = tensor.untyped_storage()
+                self.held.append((storage._cdata, storage.nbytes(), name))
 
 
 class Entry:

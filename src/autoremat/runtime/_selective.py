@@ -122,6 +122,11 @@ class OpTable(dict[Any, "Operator | None"]):
         self[operator] = None
         return None
 
+    def unmatched(self, seen: set[tuple[int, int]]) -> list[str]:
+        """Planned op calls that are not among these."""
+        operators = [operator for operator in self.values() if operator is not None]
+        return [f"{o.name} #{call}" for o in operators for call in o.calls if (o.slot, call) not in seen]
+
 
 def _resolve(name: str, path: str) -> Any:
     found: Any = torch.ops
