@@ -188,7 +188,7 @@ def test_skipped_op_whose_output_is_needed():
 def test_skipped_op_whose_output_backward_needs():
     model = Net()
     ar.apply(model, Plan((Region("blocks.0", skipped=(OpCall("aten.tanh.default", 0),)),)))
-    with pytest.raises(RecomputeError, match=r"Region 'blocks.0' .*backward needs <output of aten.tanh.default"):
+    with pytest.raises(RecomputeError, match=r"Region 'blocks.0' .*backward needs <the output of aten.tanh.default"):
         model(X).sum().backward()
 
 

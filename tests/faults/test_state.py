@@ -474,3 +474,36 @@ def test_fully_sharded_blocks():
         assert losses(sharded=False) == losses(sharded=True)
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_cache_holds_of_other_layers_is_held_only_if_recompute_reads_it():
+    class Layer:
+        keys = None
+
+    class Peeks(Block):
+        def forward(self, x, cache, index):
+            cache[index].keys = self.lin(x)
+            before = cache[index - 1].keys
+            if before is None:
+                return torch.tanh(cache[index].keys)
+            assert before.shape == x.shape  # metadata is there in any case
+            return torch.tanh(cache[index].keys + (before.detach() if self.reads else 0))
+
+        reads = False
+
+    class Net(Around):
+        def forward(self, x):
+            cache = [Layer() for _ in self.blocks]
+            for i, block in enumerate(self.blocks):
+                x = block(self.pre(x), cache, i)
+            return x
+
+    model = Net(Peeks(), Peeks(), Peeks())
+    ar.apply(model, Plan(tuple(Region(f"blocks.{i}") for i in range(3))), check="always")
+    train(model, (X,), torch.sum)
+    for block in model.blocks:
+        block.reads = True
+    for _ in range(2):
+        with pytest.raises(RecomputeError, match=r"reads argument 1\[\d\], 'keys', which forward left alone"):
+            train(model, (X,), torch.sum)
+    train(model, (X,), torch.sum)

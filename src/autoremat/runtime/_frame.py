@@ -27,7 +27,8 @@ from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._recipe import Entry, Recipe
-from autoremat.runtime._selective import Player, Recorder, StandIn, Store
+from autoremat.runtime._selective import Player, Recorder, Store
+from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import tighten
 
 
@@ -279,7 +280,7 @@ class Replay:
                 stack.enter_context(random_set(entry.random))
             if entry.modules is not None and recipe.watch is not None:
                 stack.enter_context(recipe.watch.restored(entry.modules, keep=not frame.is_closed))
-            tighten(entry.loose)
+            tighten(entry.loose, recipe.name, recipe.learned.hold_all)
             self._execute(entry)
         if self._error is not None:
             raise self._error

@@ -30,13 +30,19 @@ class Learned:
     Attributes:
         is_checked: Whether recomputed values were compared once and agreed.
         other_random: Whether an execution drew from Python's or NumPy's random numbers; None until one has ended.
+        holds_all: Whether recompute was seen to read what forward left alone in an argument that it changed.
     """
 
-    __slots__ = ("__weakref__", "is_checked", "other_random")
+    __slots__ = ("__weakref__", "holds_all", "is_checked", "other_random")
 
     def __init__(self) -> None:
         self.is_checked = False
+        self.holds_all = False
         self.other_random: bool | None = None
+
+    def hold_all(self) -> None:
+        """From now on hold everything in arguments that forward changes."""
+        self.holds_all = True
 
 
 class Recipe:
@@ -154,14 +160,16 @@ class Entry:
         if self.modules is not None and recipe.watch is not None:
             recipe.watch.finish(self.modules)
         if self.copier.parts:
-            self.loose = loosen_unchanged(self.copier)
-            named = [(n, t) for n, t in self.copier.tensors if not any(t is r() for *_, r in self.loose)]
-            self.versions = [
-                v
-                for (_, t), v in zip(self.copier.tensors, self.versions, strict=True)
-                if not any(t is r() for *_, r in self.loose)
-            ]
-            self.copier.tensors, self.copier.parts, self.copier._memo = named, [], {}
+            self._loosen(hold_all=recipe.learned.holds_all)
+
+    def _loosen(self, *, hold_all: bool) -> None:
+        copier = self.copier
+        self.loose = [] if hold_all else loosen_unchanged(copier)
+        gone = {id(item.tensor()) for item in self.loose}
+        kept = [i for i, (_, tensor) in enumerate(copier.tensors) if id(tensor) not in gone]
+        self.versions = [self.versions[i] for i in kept]
+        copier.tensors = [copier.tensors[i] for i in kept]
+        copier.forget_originals()
 
     def check(self, recipe: Recipe) -> None:
         """Refuse arguments, parameters and buffers that are no longer what forward saw."""

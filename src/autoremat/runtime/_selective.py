@@ -12,7 +12,7 @@ Known limit: generators passed to a skipped random op by hand are not followed, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,7 @@ from autoremat._errors import PlanError, RecomputeError
 from autoremat._plan import UNCOUNTED_OPS, Region
 from autoremat.runtime._ambient import RandomStates, read_torch_random
 from autoremat.runtime._module_state import version_of
+from autoremat.runtime._stand_in import Origin, Shape, StandIn, shape_of
 from autoremat.runtime._torch_compat import alias
 
 _aten = torch.ops.aten
@@ -153,17 +154,6 @@ def _returned_argument(operator: Any) -> int | None:
 
 
 @dataclass(slots=True)
-class Shape:
-    """Metadata of an output that is not stored."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    offset: int
-
-
-@dataclass(slots=True)
 class Stored:
     """An output that is stored, and its version when the region ended."""
 
@@ -243,7 +233,7 @@ def _note(output: Any, index: int, saved: tuple[int, ...]) -> Any:
         return output
     if index in saved:
         return Stored(alias(output))
-    return Shape(tuple(output.shape), output.stride(), output.dtype, output.device, int(output.storage_offset()))
+    return shape_of(output)
 
 
 class _Mode(TorchDispatchMode):
@@ -401,7 +391,10 @@ class Player(_Mode):
                     "without this saved output."
                 )
             return alias(output.tensor)
-        return StandIn(output, entry.name, self.region) if isinstance(output, Shape) else output
+        if isinstance(output, Shape):
+            what = f"the output of {entry.name}, which the plan leaves out of recompute"
+            return StandIn(output, Origin(what, self.region))
+        return output
 
     def _refuse_order(self, entry: Operator, occurrence: int, position: int, record: Record | None) -> NoReturn:
         found = "did not run in forward" if record is None else f"was op {record.position} of the region in forward"
@@ -416,63 +409,3 @@ def _argument(index: int | None, func: Any, args: Any, kwargs: dict[str, Any]) -
     if index is None:
         return None
     return args[index] if index < len(args) else kwargs[func._schema.arguments[index].name]
-
-
-class StandIn(torch.Tensor):
-    """The output of a skipped op: size, stride, dtype and device, but no data."""
-
-    _origin: str
-    _region: str
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, shape: Shape, origin: str, region: str) -> Self:
-        tensor: Self = torch.Tensor._make_wrapper_subclass(
-            cls, shape.size, strides=shape.stride, storage_offset=shape.offset, dtype=shape.dtype, device=shape.device
-        )
-        tensor._origin, tensor._region = origin, region
-        return tensor
-
-    def __init__(self, shape: Shape, origin: str, region: str) -> None:
-        pass
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"<output of {self._origin}, which recompute left out>"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first = args[0] if args else None
-        if func in _METADATA_READERS and isinstance(first, StandIn):
-            return NotImplemented
-        if not isinstance(first, StandIn) or not _is_view(func):
-            source = next((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, StandIn)), None)
-            origin, region = (source._origin, source._region) if source is not None else ("a skipped op", "A region")
-            raise RecomputeError(
-                f"{region}: {func} reads the output of {origin}, which the plan leaves out of recompute. "
-                "The plan does not fit this run of the module; make it again with this batch."
-            )
-        meta = func(_on_meta(first), *args[1:], **(kwargs or {}))
-        if isinstance(meta, (list, tuple)):
-            return type(meta)([cls._like(part, first) for part in meta])
-        return cls._like(meta, first)
-
-    @classmethod
-    def _like(cls, meta: torch.Tensor, source: StandIn) -> StandIn:
-        shape = Shape(tuple(meta.shape), meta.stride(), meta.dtype, source.device, int(meta.storage_offset()))
-        return cls(shape, source._origin, source._region)
-
-
-_METADATA_READERS = frozenset({torch.ops.prim.device.default})
-
-
-def _on_meta(stand_in: StandIn) -> torch.Tensor:
-    base = torch.empty((), dtype=stand_in.dtype, device="meta")
-    return base.as_strided(stand_in.shape, stand_in.stride(), stand_in.storage_offset())
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an op only makes views of its first argument."""
-    if func is torch.ops.aten.detach.default or func is torch.ops.aten._unsafe_view.default:
-        return True
-    alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
-    return alias is not None and not alias.is_write

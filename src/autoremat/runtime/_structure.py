@@ -3,7 +3,8 @@
 Recompute must get what forward got. Tensors are guarded by their version; containers, caches and other plain
 objects that forward may change are copied when forward starts, and recompute works on the copy. If forward turns
 out to have changed such an object (a key-value cache), the tensors in those parts of it that forward left alone are
-held weakly: recompute has no use for them, and holding them would keep every other layer's alive.
+held weakly: recompute hardly has a use for them, and holding them would keep every other layer's alive. If it reads one
+that is gone all the same, that is refused once, and from then on the region holds them all.
 
 Known limit: an object that hides its state behind ``__slots__``, C code or a ``__del__`` is kept by reference.
 """
@@ -13,12 +14,15 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
+
+from autoremat.runtime._stand_in import Origin, Shape, StandIn, shape_of
 
 ATOMIC: frozenset[type] = frozenset(
     {
@@ -66,6 +70,11 @@ class Copier:
         if kind is tuple:
             return tuple([self.copy(item, f"{name}[{i}]") for i, item in enumerate(value)])
         return self._copy_object(value, name, kind)
+
+    def forget_originals(self) -> None:
+        """Let go of the things that were copied, once forward is over."""
+        self.parts = []
+        self._memo = {}
 
     def _copy_object(self, value: Any, name: str, kind: type) -> Any:
         if isinstance(value, torch.Generator):
@@ -159,32 +168,33 @@ def _is_changed(original: Any, copied: Any, copies: dict[int, Any]) -> bool:
     return False
 
 
-class Gone:
-    """Stands for a tensor that nobody else held any more; whatever touches it fails by name."""
+@dataclass(slots=True)
+class Loose:
+    """A tensor that is held weakly: where in the copy it belongs, and what it looks like."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    copied: Any
+    place: tuple[str, Any]
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    shape: Shape
 
-    def __getattr__(self, attribute: str) -> Any:
-        raise AttributeError(f"{self._name} was freed before recompute needed it (.{attribute})")
 
-
-def loosen_unchanged(copier: Copier) -> list[tuple[Any, Any, str, weakref.ref[torch.Tensor]]]:
-    """After forward: let go of tensors that forward cannot have used from objects that it changed.
+def loosen_unchanged(copier: Copier) -> list[Loose]:
+    """After forward: let go of tensors that it left alone in objects that it changed.
 
     Returns:
-        Places to put back before recompute: the copy, the place in it, its name, a weak reference to the tensor.
+        What to put back before recompute.
     """
     copies = {id(original): copied for _, original, copied in copier.parts}
     changed = [_is_changed(original, copied, copies) for _, original, copied in copier.parts]
     roots = {_root(name) for (name, _, _), is_changed in zip(copier.parts, changed, strict=True) if is_changed}
-    loose: list[tuple[Any, Any, str, weakref.ref[torch.Tensor]]] = []
+    loose: list[Loose] = []
     for (name, _, copied), is_changed in zip(copier.parts, changed, strict=True):
         if is_changed or _root(name) not in roots:
             continue
         for key, item in _items(copied).items():
-            if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter):
-                loose.append((copied, key, name, weakref.ref(item)))
+            if type(item) is torch.Tensor and item.layout == torch.strided:
+                loose.append(Loose(copied, key, f"{name}, {key[1]!r}", weakref.ref(item), shape_of(item)))
                 _put(copied, key, None)
     return loose
 
@@ -203,8 +213,18 @@ def _put(copied: Any, key: tuple[str, Any], item: Any) -> None:
         copied[place] = item
 
 
-def tighten(loose: list[tuple[Any, Any, str, weakref.ref[torch.Tensor]]]) -> None:
-    """Before recompute: put back what `loosen_unchanged` let go of, as far as it still exists."""
-    for copied, key, name, reference in loose:
-        tensor = reference()
-        _put(copied, key, Gone(f"{name}, {key[1]!r},") if tensor is None else tensor)
+def tighten(loose: list[Loose], region: str, on_read: Callable[[], None]) -> None:
+    """Before recompute: put back what `loosen_unchanged` let go of; what is gone is refused when it is read.
+
+    Args:
+        loose: What it returned.
+        region: Name of the region, for messages.
+        on_read: Called if recompute reads what is gone.
+    """
+    remedy = "Run the step again: from now on everything in that argument is held."
+    for item in loose:
+        tensor: torch.Tensor | None = item.tensor()
+        if tensor is None:
+            what = f"{item.name}, which forward left alone and nobody holds any more"
+            tensor = StandIn(item.shape, Origin(what, region, remedy, on_read))
+        _put(item.copied, item.place, tensor)
