@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
     from autoremat._step_graph import StepGraph
     from autoremat._targets import Target, get_target, target_names
     from autoremat._verify import verify
-    from autoremat.runtime import Applied, apply, checkpoint, checkpoint_sequential
+    from autoremat.runtime import Applied, Explanation, apply, checkpoint, checkpoint_sequential, explain
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _HOMES = {
     "_step_graph": ("StepGraph",),
     "_targets": ("Target", "get_target", "target_names"),
     "_verify": ("verify",),
-    "runtime": ("Applied", "apply", "checkpoint", "checkpoint_sequential"),
+    "runtime": ("Applied", "Explanation", "apply", "checkpoint", "checkpoint_sequential", "explain"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -64,6 +64,7 @@ __all__ = [
     "BatchError",
     "BudgetError",
     "BudgetInfeasible",
+    "Explanation",
     "LossError",
     "MemoryProfile",
     "OpCall",
@@ -84,6 +85,7 @@ __all__ = [
     "build_preset",
     "checkpoint",
     "checkpoint_sequential",
+    "explain",
     "fake_weights",
     "get_target",
     "measure",
