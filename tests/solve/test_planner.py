@@ -173,3 +173,16 @@ def test_the_limit_is_corrected_by_what_the_ledger_says() -> None:
     solution = planner.plan(budget)
     assert solution.peak_bytes == price(solution.regions) <= budget
     assert solution.peak_bytes >= 0.95 * budget
+
+
+def test_a_limit_that_the_ledger_pushes_below_the_possible_falls_back_to_the_smallest() -> None:
+    """A ledger that sees one plan only within budget: the tightest of the chain."""
+    graph = stack(4, unit_bytes=1 << 20)
+    tightest = planner_of(graph).plan(1).regions
+
+    def price(specs: tuple[RegionSpec, ...]) -> int:
+        return 1 << 20 if tuple(specs) == tightest else 1 << 40
+
+    planner = Planner(graph, op_cost=flops_of(graph), price=price)  # type: ignore[arg-type]
+    assert planner.smallest_bytes == 1 << 20
+    assert planner.plan(1 << 30).regions == tightest

@@ -72,7 +72,8 @@ def _turn(facts: Facts, root: int, op_cost: Sequence[float]) -> _Turn | None:
     first = min((clock for clock in unpacked if clock >= span.end), default=None)
     if first is None:
         return None
-    stop = min(first + _TURN_OPS, len(graph.ops))
+    end_of_step = next(end for start, end in facts.spans if start <= span.start < end)
+    stop = min(first + _TURN_OPS, end_of_step)
     fixed = {c: _fixed_bytes(facts, records, c) for c in range(span.end - 1, stop)}
     clock = max(fixed, key=lambda c: fixed[c])
     needed = frozenset(s for s, found in records.items() if any((r.unpacked or 0) > clock for r in found))

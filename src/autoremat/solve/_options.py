@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -96,13 +97,14 @@ def _prune(facts: Facts, work: Replay, kept: frozenset[int]) -> frozenset[int]:
 def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float]) -> Option:
     graph = facts.graph
     span = graph.calls[inner.call]
-    rng_bytes = graph.rng_state_bytes if any(op.is_random for op in graph.ops[span.start : span.end]) else 0
+    held_states, passing_states = _random_states(facts, inner, work)
+    rng_bytes = graph.rng_state_bytes * held_states
     dropped = [s for s in inner.needed if s not in kept]
     extra = [s for s in kept if facts.deaths[s] < inner.at]
     size = {s: graph.storages[s].num_bytes for s in (*dropped, *extra)}
     held = sum(size[s] for s in extra) + rng_bytes
     forward = np.zeros(span.end - span.start + 1, np.int64)
-    forward[0] += rng_bytes
+    forward[0] += rng_bytes + graph.rng_state_bytes * passing_states
     for s in dropped:
         forward[min(inner.deaths[s], span.end) - span.start] -= size[s]
     for s in extra:
@@ -113,10 +115,24 @@ def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_co
         cost=cost,
         weight=cost + facts.tie_cost * sum(graph.ops[index].moved_bytes for index in work.ops),
         saved_bytes=sum(size[s] for s in dropped if s not in inner.pinned) - held,
-        recompute_bytes=_recompute_bytes(facts, inner, kept, work) + rng_bytes,
+        recompute_bytes=_recompute_bytes(facts, inner, kept, work) + graph.rng_state_bytes * min(1, held_states),
         freed_bytes=sum(size[s] for s in dropped if inner.deaths[s] <= inner.at) - held,
         forward=np.cumsum(forward)[:-1],
     )
+
+
+def _random_states(facts: Facts, inner: Inner, work: Replay) -> tuple[int, int]:
+    """How many random states a region holds until its recompute, and how many more until its forward ends.
+
+    One from its start, one for each op that draws after skipped ones; while forward runs, one after a skipped op in
+    case another draws after it. The same rule as the ledger's.
+    """
+    span = facts.graph.calls[inner.call]
+    left_out = set(work.skipped)
+    skips = [op.index in left_out for op in facts.graph.ops[span.start : span.end] if op.is_random]
+    if not skips:
+        return 0, 0
+    return 1 + sum(before and not after for before, after in pairwise(skips)), int(any(skips))
 
 
 def _recompute_bytes(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay) -> int:
