@@ -100,7 +100,7 @@ class Machine:
             content = self._content(self.graph.saved[index].storage)
             assert content == self.packed[index], f"saved tensor {index} comes back with other values"
         content = self._compute(op)
-        for position, s in enumerate(op.outputs):
+        for position, s in enumerate(dict.fromkeys(op.outputs)):
             if self.graph.storages[s].born == op.index:
                 assert not self.alive[s], f"storage {s} is born twice"
                 self.alive[s][0] = hash((content, "out", position))
@@ -138,7 +138,7 @@ class Machine:
             is_fresh = born_inside and max(self.alive[s], default=0) > 0
             assert is_fresh or graph.storages[s].cause in _CONSTANT, f"changes storage {s} a second time"
         content = self._compute(op)
-        for position, s in enumerate(op.outputs):
+        for position, s in enumerate(dict.fromkeys(op.outputs)):
             if graph.storages[s].born == op.index and self.saved_by.get(s) != event.region:
                 self.alive[s][max(self.alive[s], default=0) + 1] = hash((content, "out", position))
         self._mutate(op, content)
