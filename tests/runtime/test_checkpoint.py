@@ -53,6 +53,14 @@ def test_same_gradients_and_random_numbers(net):
     assert_equal_grads(net, torch.randn(3, 4))
 
 
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_either_kind_is_this_one(use_reentrant):
+    x = torch.randn(4, requires_grad=True)
+    y = ar.checkpoint(lambda t: t.sin().exp(), x, use_reentrant=use_reentrant)
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
 def test_keyword_none_and_nested_arguments():
     def function(x, scale, *, extra=None, table=None, flag=True):
         y = x.sin() * scale["a"][0] + table[1]
@@ -383,7 +391,9 @@ def test_other_shapes_in_recompute_are_refused():
     x = torch.randn(4, requires_grad=True)
     y = ar.checkpoint(function, x)
     size[0] = 3
-    with pytest.raises(RecomputeError, match=r"checkpoint of .*function.*\[2\] in forward and is torch.float32 \[3\]"):
+    with pytest.raises(
+        RecomputeError, match=r"checkpoint of .*function.*\n.*\[2\] in forward and is torch.float32 \[3\]"
+    ):
         y.sum().backward()
 
 
@@ -399,7 +409,7 @@ def test_another_number_of_saved_tensors_is_refused(fewer):
     x = torch.randn(4, requires_grad=True)
     y = ar.checkpoint(function, x, early_stop=False)
     times[0] = 2 if fewer else 4
-    with pytest.raises(RecomputeError, match="forward saved 3 tensors for backward, recompute save[ds]"):  # noqa: RUF043
+    with pytest.raises(RecomputeError, match=f"different number(.|\n)*forward: 3\n.*recomputation: {times[0]}"):
         y.sum().backward()
 
 
@@ -443,8 +453,6 @@ def test_loop_variables_are_those_of_the_call():
 
 def test_refuses_arguments_it_does_not_know():
     x = torch.randn(4, requires_grad=True)
-    with pytest.raises(UsageError, match="use_reentrant=False"):
-        ar.checkpoint(torch.sin, x, use_reentrant=True)
     with pytest.raises(UsageError, match="determinism_check"):
         ar.checkpoint(torch.sin, x, determinism_check="some")
     with pytest.raises(UsageError, match="debug=True"):

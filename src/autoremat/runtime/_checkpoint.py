@@ -27,10 +27,6 @@ from autoremat.runtime._recipe import Learned, Recipe
 
 T = TypeVar("T")
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
-_REMEDY_REENTRANT = (
-    "checkpoint() here is the non-reentrant kind; write use_reentrant=False or leave the argument out. Whatever the "
-    "reentrant kind computes, this one does."
-)
 
 
 class CheckpointError(RecomputeError, torch_checkpoint.CheckpointError):
@@ -58,7 +54,7 @@ def checkpoint(
     Args:
         function: What to call.
         *args: Its positional arguments.
-        use_reentrant: For compatibility; True is refused.
+        use_reentrant: For compatibility. What the reentrant kind computes, this one does, without its limits.
         context_fn: Returns two context managers, entered around the call in forward and in recompute.
         determinism_check: "default" compares shapes and dtypes of recomputed tensors (and, in the first call of a
             function, their values); "none" compares nothing.
@@ -79,8 +75,6 @@ def checkpoint(
         >>> torch.equal(x.grad, torch.cos(x))
         True
     """
-    if use_reentrant:
-        raise UsageError(_REMEDY_REENTRANT)
     if determinism_check not in ("default", "none"):
         raise UsageError(f"determinism_check is 'default' or 'none', not {determinism_check!r}.")
     if debug and context_fn is not no_contexts:

@@ -330,10 +330,7 @@ class Replay:
                     self._compare(index, tensor)
                 holder.value, holder.version = tensor, version_of(tensor)
         elif frame.is_closed:
-            self._refuse(
-                f"forward saved {len(frame.holders)} tensors for backward, recompute saves more. Its forward took "
-                "another path; make the choice once and pass it in, or take the region out of the plan."
-            )
+            self._refuse_number()
         self.stop_if_satisfied()
         return tensor
 
@@ -356,8 +353,9 @@ class Replay:
     def _refuse_shape(self, index: int, tensor: torch.Tensor) -> None:
         shape, dtype = self._frame.expected[index]
         self._refuse(
-            f"saved tensor {index} was {dtype} {list(shape)} in forward and is {tensor.dtype} {list(tensor.shape)} in "
-            "recompute. Its forward took another path; make the choice once and pass it in, or take the region out of "
+            "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+            f"Saved tensor {index} was {dtype} {list(shape)} in forward and is {tensor.dtype} {list(tensor.shape)} in "
+            "recompute.\nIts forward took another path; make the choice once and pass it in, or take the region out of "
             "the plan."
         )
 
@@ -388,10 +386,17 @@ class Replay:
             frame.store.check(frame.recipe.name, self._mode.skipped_writes)
         missing = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         if missing:
-            self._refuse(
-                f"forward saved {len(frame.holders)} tensors for backward, recompute saved {self._index}. Its forward "
-                "took another path; make the choice once and pass it in, or take the region out of the plan."
-            )
+            self._refuse_number()
+
+    def _refuse_number(self) -> None:
+        # Torch's words are part of the message: code and tests match on them.
+        num_saved = len(self._frame.holders)
+        self._refuse(
+            "A different number of tensors was saved during the original forward and recomputation.\n"
+            f"Number of tensors saved during forward: {num_saved}\n"
+            f"Number of tensors saved during recomputation: {self._index}.\n"
+            "Its forward took another path; make the choice once and pass it in, or take the region out of the plan."
+        )
 
 
 def _identity(tensor: Any) -> Any:
