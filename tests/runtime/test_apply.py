@@ -185,3 +185,36 @@ def test_works_in_eval_mode():
     applied = ar.apply(model, Plan((Region("0"),)))
     model(torch.ones(1, 4)).sum().backward()
     assert applied.executed[0].num_recomputes == 1
+
+
+def test_single_calls_inside_a_recomputed_region_and_calls_without_gradients():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh())
+
+        def forward(self, x):
+            with torch.no_grad():
+                scale = self.block(x)  # call 0
+            return self.block(self.block(x) * scale).sin()  # calls 1 and 2
+
+    build = lambda: nn.Sequential(nn.Linear(4, 4), Inner())  # noqa: E731
+    regions = [Region("1", children=(Region("1.block", 2),))]
+    executed = compare(build, (torch.ones(2, 4),), regions, loss_fn=torch.sum)
+    assert [(r.path, r.num_calls, r.num_recomputes) for r in executed] == [("1", 2, 2), ("1.block", 2, 2)]
+
+    model = build()
+    applied = ar.apply(model, Plan(tuple(regions)), check="always")
+    (model(torch.ones(2, 4)).sum() + model(torch.zeros(2, 4)).sum()).backward()
+    assert [r.num_recomputes for r in applied.executed] == [2, 2]
+
+
+def test_a_compiled_model_runs_plain():
+    model = _two_blocks()
+    x = torch.ones(1, 4)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    applied = ar.apply(model, Plan((Region("0"), Region("1"))))
+    compiled = torch.compile(model, backend="aot_eager")
+    grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, grads, strict=True))
+    assert sum(r.num_calls for r in applied.executed) == 0

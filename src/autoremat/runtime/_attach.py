@@ -95,11 +95,17 @@ class _Attached:
         """The recipe of the call that starts now."""
         if None in self.recipes:
             return self.recipes[None]
-        if self.forward_index != self.root.forward_index:
-            self.forward_index, self.num_calls = self.root.forward_index, 0
-        number = self.num_calls
-        self.num_calls += 1
+        number = self.read_count()
+        self.write_count(number + 1)
         return self.recipes.get(number)
+
+    def read_count(self) -> int:
+        """How many calls of this module came before in this forward of the model."""
+        return self.num_calls if self.forward_index == self.root.forward_index else 0
+
+    def write_count(self, count: int) -> None:
+        """Go on counting from here."""
+        self.forward_index, self.num_calls = self.root.forward_index, count
 
 
 _REGIONS: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
@@ -111,10 +117,10 @@ def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     attached = _REGIONS.get(module)
     if attached is None or torch.compiler.is_compiling():
         return
-    if not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
+    recipe = attached.next_recipe()  # calls without gradients count, too
+    if recipe is None or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
         return
-    recipe = attached.next_recipe()
-    if recipe is not None and attached.is_innermost(module):
+    if attached.is_innermost(module):
         enter(recipe, module.forward, module, args, kwargs)
 
 
@@ -225,6 +231,7 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
         module: _Attached({r.number: _recipe(r, module, check) for r in regions}, root, regions[0].path)
         for module, regions in modules.items()
     }
+    _link_counters(attached)
     _ROOTS[model] = root
     handle = model.register_forward_pre_hook(start_model, prepend=True)
     for module, entry in attached.items():
@@ -234,6 +241,15 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
         ]
         _REGIONS[module] = entry
     return Applied(model, plan, list(attached.values()), handle)
+
+
+def _link_counters(attached: dict[nn.Module, _Attached]) -> None:
+    """Tell each region which regions for single calls are inside it."""
+    numbered = {module: entry for module, entry in attached.items() if None not in entry.recipes}
+    for module, entry in attached.items() if numbered else ():
+        inside = [numbered[m] for m in module.modules() if m is not module and m in numbered]
+        for recipe in entry.recipes.values():
+            recipe.counters = list(inside)
 
 
 def _recipe(region: Region, module: nn.Module, check: Check) -> Recipe:

@@ -13,10 +13,10 @@ References: autograd -> holder -> frame -> arguments; frame -> holder is weak, s
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._module_state import version_of
-from autoremat.runtime._recipe import Entry, Recipe
+from autoremat.runtime._recipe import CallCounter, Entry, Recipe
 from autoremat.runtime._selective import Player, Recorder, Store
 from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import tighten
@@ -274,12 +274,14 @@ class Replay:
         assert entry is not None
         entry.check(recipe)
         recipe.num_recomputes += 1
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             stack.enter_context(flags_set(entry.flags))
             if entry.random:
                 stack.enter_context(random_set(entry.random))
             if entry.modules is not None and recipe.watch is not None:
                 stack.enter_context(recipe.watch.restored(entry.modules, keep=not frame.is_closed))
+            if recipe.counters:
+                stack.enter_context(_counting_from(recipe.counters, entry.counts))
             tighten(entry.loose, recipe.name, recipe.learned.hold_all)
             self._execute(entry)
         if self._error is not None:
@@ -397,6 +399,18 @@ class Replay:
             f"Number of tensors saved during recomputation: {self._index}.\n"
             "Its forward took another path; make the choice once and pass it in, or take the region out of the plan."
         )
+
+
+@contextlib.contextmanager
+def _counting_from(counters: list[CallCounter], counts: list[int]) -> Iterator[None]:
+    found = [counter.read_count() for counter in counters]
+    for counter, count in zip(counters, counts, strict=True):
+        counter.write_count(count)
+    try:
+        yield
+    finally:
+        for counter, count in zip(counters, found, strict=True):
+            counter.write_count(count)
 
 
 def _identity(tensor: Any) -> Any:

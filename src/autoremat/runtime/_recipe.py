@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -45,6 +45,16 @@ class Learned:
         self.holds_all = True
 
 
+class CallCounter(Protocol):
+    """Knows which call of its module comes next; recompute of a region around it must count as forward did."""
+
+    def read_count(self) -> int:
+        """How many calls came before in this forward of the model."""
+
+    def write_count(self, count: int) -> None:
+        """Go on counting from here."""
+
+
 class Recipe:
     """What all executions of a region have in common.
 
@@ -55,6 +65,7 @@ class Recipe:
         check: Whether recomputed values are compared: "first", "always" or "never".
         preserve_rng_state: Whether recompute draws the random numbers that forward drew.
         early_stop: Whether recompute stops once the last saved tensor is back.
+        counters: Call counters of regions inside this one that are for single calls.
         compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
         error: What to raise if recompute comes out differently.
         num_calls: Executions in forward.
@@ -67,7 +78,7 @@ class Recipe:
     """
 
     __slots__ = (
-        "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched", "name", "num_calls",
+        "check", "compares_shapes", "counters", "early_stop", "error", "held", "learned", "matched", "name", "num_calls",
         "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state", "table",
         "watch",
     )  # fmt: skip
@@ -90,6 +101,7 @@ class Recipe:
         self.preserve_rng_state = preserve_rng_state
         self.early_stop = early_stop
         self.compares_shapes = True
+        self.counters: list[CallCounter] = []
         self.error: type[RecomputeError] = RecomputeError
         self.learned = learned if learned is not None else Learned()
         self.reset_counts()
@@ -123,7 +135,19 @@ class Recipe:
 class Entry:
     """What forward saw when it started."""
 
-    __slots__ = ("args", "copier", "fingerprint", "flags", "flaw", "kwargs", "loose", "modules", "random", "versions")
+    __slots__ = (
+        "args",
+        "copier",
+        "counts",
+        "fingerprint",
+        "flags",
+        "flaw",
+        "kwargs",
+        "loose",
+        "modules",
+        "random",
+        "versions",
+    )
 
     def __init__(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.copier = copier = Copier()
@@ -134,6 +158,7 @@ class Entry:
         self.modules: ModuleState | None = recipe.watch.read() if recipe.watch is not None else None
         self.random: RandomStates = []
         self.loose: list[Any] = []
+        self.counts = [counter.read_count() for counter in recipe.counters]
         self.flaw = ""
         self.fingerprint = fingerprint() if recipe.learned.other_random is False else None
         if recipe.preserve_rng_state:
