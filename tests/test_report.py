@@ -66,6 +66,7 @@ def test_the_page_says_the_numbers_it_was_given():
     for text in ("27.3 GiB", "7.31 GiB", "12.0 GiB", "rtx3090-24g", "11 of 12", "within the budget", "over the budget"):
         assert text in page
     assert "bert.encoder.layer.{0-23}" in page
+    assert "least is +9.0 %, proved" in page
     assert f"{synthetic.usage().planned.peak_bytes:,}" in page
     assert page.count(">differs<") == 1
     assert page.count(">equal<") == 11 + 3
@@ -144,6 +145,8 @@ def test_the_plan_table():
     assert re.search(r"peak +│ +27.3 GiB │ +7.31 GiB", text)
     assert re.search(r"budget 12.0 GiB +│ +too small by 15.3 GiB │ +fits, 4.69 GiB free", text)
     assert "11.00 TFLOP (+10.0 %)" in text
+    assert re.search(r"least extra FLOPs \(proved\) .*\+9.0 %, 1.0 % away", text)
+    assert "proved" not in _text(_tables.plan_table(dataclasses.replace(synthetic.plan(), bound=None)))
 
 
 def test_like_regions_share_a_row():

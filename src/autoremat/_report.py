@@ -97,6 +97,10 @@ def _cards(section: ReportSection) -> str:
             cards.append(("budget", format_bytes(plan.budget_bytes), plan.target))
         cards.append(("extra FLOPs", f"+{format_percent(plan.overhead_flops or 0)}", format_flops(planned.flops)))
         cards.append(("extra time", f"+{format_percent(plan.overhead_s or 0)}", "predicted"))
+        if plan.bound is not None and plan.gap is not None:
+            what = "time" if plan.objective == "time" else "FLOPs"
+            least = f"least is +{format_percent(plan.bound)}, proved"
+            cards.append((f"extra {what} over the least", format_percent(plan.gap), least))
     if section.usage is not None:
         word = {True: "within the budget", False: "over the budget", None: ""}[section.usage.within_budget]
         cards.append(("measured peak", format_bytes(section.usage.planned.peak_bytes), word))

@@ -43,6 +43,10 @@ def plan_table(plan: Plan) -> Table:
     table.add_row("FLOPs", format_flops(plain.flops), _with_overhead(format_flops(planned.flops), plan.overhead_flops))
     seconds = format_seconds(planned.seconds)
     table.add_row("step time", format_seconds(plain.seconds), _with_overhead(seconds, plan.overhead_s))
+    if plan.bound is not None and plan.gap is not None:
+        what = "time" if plan.objective == "time" else "FLOPs"
+        least = f"+{format_percent(plan.bound)}, {format_percent(plan.gap)} away"
+        table.add_row(f"least extra {what} (proved)", "", least)
     table.add_row("peak at", plain.peak_at, planned.peak_at, style="dim")
     return table
 
