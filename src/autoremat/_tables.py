@@ -28,8 +28,8 @@ def plan_table(plan: Plan) -> Table:
     assert plan.planned is not None
     table = Table(title=_plan_title(plan), title_justify="left", title_style="bold")
     table.add_column("predicted")
-    table.add_column("plain", justify="right")
-    table.add_column("planned", justify="right", style="bold")
+    table.add_column("plain", justify="right", overflow="fold")
+    table.add_column("planned", justify="right", style="bold", overflow="fold")
     plain, planned = plan.plain, plan.planned
     table.add_row("peak", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes))
     for cause in plain.peak_by_cause | planned.peak_by_cause:
@@ -45,8 +45,7 @@ def plan_table(plan: Plan) -> Table:
     table.add_row("step time", format_seconds(plain.seconds), _with_overhead(seconds, plan.overhead_s))
     if plan.bound is not None and plan.gap is not None:
         what = "time" if plan.objective == "time" else "FLOPs"
-        least = f"+{format_percent(plan.bound)}, {format_percent(plan.gap)} away"
-        table.add_row(f"least extra {what} (proved)", "", least)
+        table.add_row(f"least {what} (proved)", "", f"+{format_percent(plan.bound)}, {format_percent(plan.gap)} away")
     table.add_row("peak at", plain.peak_at, planned.peak_at, style="dim")
     return table
 
