@@ -31,6 +31,9 @@ from autoremat.runtime._selective import Player, Recorder, Store
 from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import tighten
 
+MAX_NOTED_CALLS = 64
+"""How many executions `explain` looks at, where forward runs and runs without a backward."""
+
 
 class StopRecompute(BaseException):
     """Leaves the user's forward once recompute has what it needs; not an Exception, so that nobody catches it."""
@@ -235,7 +238,7 @@ def _finish(frame: Frame, active: Active) -> None:
     if active.is_rerun:
         return
     frame.is_closed = True
-    if not recipe.num_recomputes and frame.parent is None:
+    if not recipe.num_recomputes and recipe.num_calls <= MAX_NOTED_CALLS and frame.parent is None:
         recipe.note(entry, frame.store)
     frame.constants = ()
     if not frame.holders and not frame.children:
@@ -320,7 +323,7 @@ class Replay:
         self._index = index + 1
         # With its grad_fn, a kept tensor would hold the recomputed graph, and an output its own node.
         if tensor.requires_grad:
-            tensor = tensor.detach()
+            tensor = compat.detached(tensor)
         if index < len(frame.holders):
             holder = frame.holders[index]()
             if frame.expected[index] != (tensor.shape, tensor.dtype) and frame.recipe.compares_shapes:
@@ -333,7 +336,8 @@ class Replay:
                 holder.value, holder.version = tensor, version_of(tensor)
         elif frame.is_closed:
             self._refuse_number()
-        self.stop_if_satisfied()
+        if index >= self._last:
+            self.stop_if_satisfied()
         return tensor
 
     def stop_if_satisfied(self) -> None:

@@ -35,7 +35,10 @@ Tensors = dict[str, Any]
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; 0 where torch does not count (inference tensors)."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

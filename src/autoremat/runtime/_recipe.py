@@ -78,9 +78,9 @@ class Recipe:
     """
 
     __slots__ = (
-        "check", "compares_shapes", "counters", "early_stop", "error", "held", "learned", "matched", "name", "num_calls",
-        "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state", "table",
-        "watch",
+        "check", "compares_shapes", "counters", "early_stop", "error", "held", "learned", "matched", "name",
+        "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state",
+        "table", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -162,7 +162,8 @@ class Entry:
         self.flaw = ""
         self.fingerprint = fingerprint() if recipe.learned.other_random is False else None
         if recipe.preserve_rng_state:
-            self.random = read_torch_random([tensor for _, tensor in copier.tensors])
+            placed = self.modules.fixed[:1] if self.modules is not None else []
+            self.random = read_torch_random([tensor for _, tensor in copier.tensors] + placed)
             if recipe.learned.other_random is not False:
                 self.random += read_other_random()
             for generator in copier.generators:

@@ -236,6 +236,9 @@ def _note(output: Any, index: int, saved: tuple[int, ...]) -> Any:
     return shape_of(output)
 
 
+_FIRST = (0,)
+
+
 class _Mode(TorchDispatchMode):
     """A mode that torch does not wrap: the wrapper guards against torch.compile, under which no region runs."""
 
@@ -257,12 +260,14 @@ class Recorder(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = self.table[func]
         if entry is not None:
+            if entry.is_uncounted:
+                return func(*args, **kwargs) if kwargs else func(*args)
             return self._planned(entry, func, args, kwargs or {})
         self.position += 1
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _planned(self, entry: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if entry.is_uncounted or (entry.is_cast and _is_parameter_cast(args)):
+        if entry.is_cast and _is_parameter_cast(args):
             return func(*args, **kwargs)
         position = self.position
         self.position = position + 1
@@ -286,9 +291,12 @@ class Recorder(_Mode):
         return occurrence
 
     def _keep(self, entry: Operator, call: Planned, key: tuple[int, int], position: int, result: Any) -> None:
-        container = type(result) if isinstance(result, (tuple, list)) else None
+        container = None
         outputs: list[Any] = []
-        if entry.returns_argument is None or call.saved:
+        if call.saved == _FIRST and isinstance(result, torch.Tensor):  # by far the most frequent
+            outputs.append(Stored(alias(result)))
+        elif entry.returns_argument is None or call.saved:
+            container = type(result) if isinstance(result, (tuple, list)) else None
             num_tensors = 0
             for output in result if container is not None else (result,):
                 outputs.append(_note(output, num_tensors, call.saved))
@@ -320,13 +328,15 @@ class Player(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = self.table[func]
         if entry is not None:
+            if entry.is_uncounted:
+                return func(*args, **kwargs) if kwargs else func(*args)
             return self._planned(entry, func, args, kwargs or {})
         self.position += 1
         self.num_run += 1
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _planned(self, entry: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if entry.is_uncounted or (entry.is_cast and _is_parameter_cast(args)):
+        if entry.is_cast and _is_parameter_cast(args):
             return func(*args, **kwargs)
         position = self.position
         if entry.mirror is not None and isinstance(args[0], StandIn) and not isinstance(args[1], StandIn):
@@ -367,6 +377,10 @@ class Player(_Mode):
                 storage = argument.untyped_storage()._cdata
                 self.skipped_writes[storage] = self.skipped_writes.get(storage, 0) + 1
             return argument
+        if len(record.outputs) == 1 and isinstance(record.outputs[0], Stored) and record.container is None:
+            self.num_skipped += 1
+            self.num_stored += 1
+            return self._handed(record.outputs[0], entry)
         if not call.is_skipped and any(isinstance(output, Shape) for output in record.outputs):
             self.num_run += 1
             real = func(*args, **kwargs)

@@ -26,6 +26,7 @@ __all__ = [
     "DefaultHook",
     "OpLog",
     "alias",
+    "detached",
     "dispatch_modes_active",
     "early_stop_override",
     "function_modes",
@@ -73,12 +74,24 @@ def replace_function_modes(modes: tuple[Any, ...]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
+_KeyGuard = torch._C._SetExcludeDispatchKeyGuard
+_VERSION_KEY = torch._C.DispatchKey.ADInplaceOrView
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias that shares the version counter, for use inside a dispatch mode.
 
     Below autograd, ``detach`` makes an alias with a counter of its own; this key is what shares it.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with _KeyGuard(_VERSION_KEY, False):
+        return tensor.detach()
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()`` that modes do not see, where that makes no difference: a tenth of the time under a mode."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
         return tensor.detach()
 
 
