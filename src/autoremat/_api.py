@@ -1,4 +1,4 @@
-"""The verbs: trace, plan, frontier of budgets, profile. Each takes a model and a batch, or what an earlier verb made."""
+"""The verbs trace, plan and profile: each takes a model and a batch, or what an earlier verb made."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def trace(
     accumulate: int = 1,
     precision: str | None = None,
     target: str | Target | None = None,
+    fake: bool = True,
 ) -> StepGraph:
     """Record one whole training step, with no memory for weights and no GPU. The model is not changed.
 
@@ -54,6 +55,8 @@ def trace(
         precision: "bf16", "fp16" or "fp32" casts parameters and floating inputs; "amp-bf16" and "amp-fp16" are
             autocast; None is the model's own.
         target: Device to record the kernels of: the model's own if None.
+        fake: Trace on fake tensors. False runs the step for real on a copy of the model, for code that reads values of
+            activations (``.item()``, ``.nonzero()``); it takes the memory of weights and activations, and a copy.
 
     Returns:
         The step as plain data.
@@ -79,6 +82,7 @@ def trace(
         accumulate=accumulate,
         precision=precision,
         device_kind=device_kind,
+        fake=fake,
     )
 
 
@@ -136,7 +140,10 @@ def plan(
     if solution.peak_bytes > budget_bytes:
         raise _infeasible(graph, budget_bytes, planner, op_seconds)
     report("done", 1.0)
-    return _make_plan(graph, solution.regions, budget_bytes, planner.smallest_bytes, op_seconds, device, objective)
+    bound = solution.bound / max(sum(op_cost), 1e-30)
+    return _make_plan(
+        graph, solution.regions, budget_bytes, planner.smallest_bytes, op_seconds, device, objective, bound
+    )
 
 
 def profile(
@@ -229,6 +236,7 @@ def _make_plan(
     op_seconds: Sequence[float],
     target: Target,
     objective: Objective,
+    bound: float,
 ) -> Plan:
     plain = price(graph, expand(graph), op_seconds)
     planned = price(graph, expand(graph, specs), op_seconds)
@@ -247,6 +255,7 @@ def _make_plan(
         accumulate=graph.accumulate,
         target=target.name,
         objective=objective,
+        bound=bound,
         versions={"autoremat": _version(), "torch": torch.__version__},
     )
 

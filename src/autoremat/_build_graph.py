@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from autoremat._capture import Recorder, Recording
 from autoremat._device_ops import CudaOps
 from autoremat._errors import AutorematError, TraceError, UsageError
-from autoremat._fake import fake_copy
+from autoremat._fake import fake_copy, is_fake
 from autoremat._model_states import OptimizerFactory, optimizer_factory, optimizer_name, state_tensors
 from autoremat._random import preserved_random_state
 from autoremat._signature import model_signature
@@ -37,10 +38,11 @@ def trace(
     accumulate: int = 1,
     precision: str | None = None,
     device_kind: str | None = None,
+    fake: bool = True,
 ) -> StepGraph:
     """Record one whole training step of a model, with fake parameters: no memory for weights, no GPU.
 
-    The model is not changed: a deep copy with fake parameters runs the step. The optimizer's state is there before
+    The model is not changed: a deep copy (with fake parameters) runs the step. The optimizer's state is there before
     it, as in every step but the first.
 
     Args:
@@ -53,6 +55,7 @@ def trace(
         accumulate: Micro-steps in an optimizer step.
         precision: One of `PRECISIONS`, or None for the model's own.
         device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
+        fake: Run on fake tensors; False runs on real copies, for models whose code reads values of activations.
 
     Returns:
         The step.
@@ -74,7 +77,11 @@ def trace(
     casting = Precision.parse(precision)
     factory_of = optimizer_factory(optimizer, device_kind=device_kind or _device_kind(model))
     check_batch(model, batch)
-    twin, mode = fake_copy(model, dtype=casting.cast)
+    if device_kind == "cuda" and not fake and _device_kind(model) != "cuda":
+        raise UsageError(
+            "The kernels of a GPU run only on fake tensors here; leave fake=True, or move the model to one."
+        )
+    twin, mode = fake_copy(model, dtype=casting.cast) if fake else (_real_copy(model, casting.cast), None)
     twin.train()
     batch = casting.cast_batch(_own(batch))
     with preserved_random_state():
@@ -103,6 +110,14 @@ def trace(
     )
 
 
+def _real_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    if is_fake(model):
+        raise UsageError(f"{type(model).__name__} has no weights in memory; trace it with fake=True.")
+    twin = copy.deepcopy(model)
+    twin.zero_grad(set_to_none=True)
+    return twin if dtype is None else twin.to(dtype)
+
+
 def _device_kind(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
@@ -118,7 +133,7 @@ def _own(batch: Batch) -> Batch:
 def _record(
     twin: nn.Module,
     batch: Batch,
-    mode: FakeTensorMode,
+    mode: FakeTensorMode | None,
     *,
     loss: LossFunction | None,
     factory: OptimizerFactory | None,
@@ -191,19 +206,23 @@ def _grad(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _make_gradients(parameters: list[nn.Parameter], mode: FakeTensorMode) -> None:
+def _make_gradients(parameters: list[nn.Parameter], mode: FakeTensorMode | None) -> None:
     for p in parameters:
-        with mode:
-            p.grad = torch.empty_like(p)
+        with mode or contextlib.nullcontext():
+            p.grad = torch.zeros_like(p)
 
 
 def _warm_optimizer(
-    factory: OptimizerFactory, parameters: list[nn.Parameter], mode: FakeTensorMode
+    factory: OptimizerFactory, parameters: list[nn.Parameter], mode: FakeTensorMode | None
 ) -> torch.optim.Optimizer:
     """An optimizer that has stepped once, so that its state exists."""
     optimizer = factory(parameters)
     _make_gradients(parameters, mode)
-    optimizer.step()
+    warm_up = Recorder(mode)  # for its answers to optimizers that read values; what it writes down is dropped
+    warm_up.recording.phase = "optimizer"
+    with warm_up:
+        optimizer.step()
+    warm_up.close()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
 
@@ -237,7 +256,7 @@ def _errors_named(twin: nn.Module, recorder: Recorder) -> Iterator[None]:
         raise TraceError(
             f"{type(twin).__name__} failed in {where} while it was traced: {type(error).__name__}: {error}. "
             "Check that the batch is one that the model trains on; code that reads values of activations "
-            "(.item(), .nonzero()) cannot run without data."
+            "(.item(), .nonzero()) runs only on real tensors: trace with fake=False."
         ) from error
 
 
@@ -296,5 +315,6 @@ def _sort(recording: Recording, **attributes: Any) -> StepGraph:
         storages=tuple(storages),
         saved=tuple(saved),
         calls=tuple(recording.calls),
+        hidden_bytes=recording.hidden_bytes,
         **attributes,
     )

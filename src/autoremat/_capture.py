@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_iter
 
 from autoremat._op_info import OpInfo, is_random_call, mutated_arguments, op_flops, op_info
 from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Phase
-from autoremat._workspace import workspace_bytes
+from autoremat._workspace import kept_number_bytes, workspace_bytes
 
+_READS_NUMBER = "aten._local_scalar_dense.default"
+_RNN_LAYER = "aten.mkldnn_rnn_layer.default"
 _NOT_RECORDED = frozenset({"aten.detach.default", "prim.device.default"})
 
 
@@ -81,6 +83,7 @@ class Recording:
     calls: list[ModuleCall] = field(default_factory=list)
     phase: Phase = "forward"
     micro_step: int = 0
+    hidden_bytes: int = 0
 
     @property
     def clock(self) -> int:
@@ -125,6 +128,7 @@ class Recorder(TorchDispatchMode):
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._stack: list[int] = []
         self._call = 0
+        self._rnn_workspaces: dict[Any, int] = {}
         self._copies: dict[int, tuple[int, Any]] = {}
 
     # -- storages ---------------------------------------------------------------------------------------------
@@ -189,11 +193,32 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         inputs = [self._storage_of(x, born=BEFORE_STEP) for x in tensors]
-        out = func(*args, **kwargs)
+        out = self._execute(func, info, args, kwargs, tensors)
         results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         if tensors or results:
             self._record(info, args, kwargs, tensors, inputs, results, out)
         return out
+
+    def _execute(self, func: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        is_fake = any(isinstance(x, FakeTensor) for x in tensors)
+        if is_fake and info.name == _READS_NUMBER and self.recording.phase == "optimizer":
+            return 1.0  # optimizers read norms and step counts; no storage of theirs depends on the value
+        out = func(*args, **kwargs)
+        if is_fake and info.name == _RNN_LAYER and args:
+            return self._with_rnn_workspace(func, args, out)
+        return out
+
+    def _with_rnn_workspace(self, func: Any, args: Any, out: Any) -> Any:
+        """Fake kernels do not know the size of oneDNN's workspace, which autograd saves: ask the real kernel once."""
+        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else str(a) for a in args)
+        if key not in self._rnn_workspaces:
+            with _disable_current_modes():  # under no_grad the kernel would make no workspace
+                zeros = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+                self._rnn_workspaces[key] = func(*zeros)[-1].numel()
+        *outputs, workspace = out
+        assert self.fake_mode is not None
+        with _disable_current_modes(), self.fake_mode:
+            return (*outputs, torch.empty(self._rnn_workspaces[key], dtype=workspace.dtype, device=workspace.device))
 
     def _record(
         self,
@@ -211,6 +236,8 @@ class Recorder(TorchDispatchMode):
         outputs = [self._storage_of(x, born=index) for x in results]
         mutates = [self._storage_of(x, born=BEFORE_STEP) for x in mutated_arguments(info, args, kwargs)]
         is_view = bool(results) and not mutates and all(0 <= s < first_new for s in outputs)
+        if recording.phase == "forward" and torch.is_grad_enabled():
+            recording.hidden_bytes += kept_number_bytes(info.name, args)
         numeric = next((x for x in results if x.is_floating_point()), None)
         numeric = numeric if numeric is not None else next((x for x in tensors if x.is_floating_point()), None)
         recording.ops.append(
@@ -341,7 +368,7 @@ class _ModuleHooks:
         self.handles: list[Any] = []
         self.counts: dict[str, int] = {}
 
-    def __enter__(self) -> _ModuleHooks:
+    def __enter__(self) -> Self:
         for path, module in self.model.named_modules():
             self.handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, prepend=True))

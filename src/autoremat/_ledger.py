@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autoremat._replay import Replay, RegionSpec, replay, saved_in
+from autoremat._replay import RegionSpec, Replay, random_states, replay, saved_in
 from autoremat._results import LiveItem, MemoryProfile
 from autoremat._schedule import Action, Event, Schedule
 from autoremat._step_graph import BEFORE_STEP, CAUSES, Op, SavedTensor, StepGraph
@@ -38,7 +38,9 @@ class _Region:
     gone: int
     """Clock at which everything that belongs to it has been let go of."""
     held_bytes: int
-    """Bytes of its own: random state."""
+    """Bytes of its own until its recompute: random states."""
+    passing_bytes: int
+    """Bytes of its own until its forward ends: the random state after a skipped op, in case another draws after it."""
 
 
 def expand(graph: StepGraph, specs: Iterable[RegionSpec] = ()) -> Schedule:
@@ -65,6 +67,7 @@ class _Expansion:
         ]
         self.region_of_call = {c: r for r in self.regions for c in graph.subtree(r.spec.call)}
         self.starts = _by_clock((graph.calls[r.spec.call].start, r) for r in self.regions)
+        self.ends = _by_clock((graph.calls[r.spec.call].end, r) for r in self.regions)
         self.recomputes = _by_clock((r.at, r) for r in self.regions if r.at is not None)
         self.drops: dict[int, list[int]] = defaultdict(list)
         self.drops_after_recompute: dict[int, list[int]] = defaultdict(list)
@@ -75,15 +78,17 @@ class _Expansion:
         saved = saved_in(graph, spec.call)
         span = graph.calls[spec.call]
         unpacked = [s.unpacked for s in saved if s.unpacked is not None]
-        is_random = any(op.is_random for op in graph.ops[span.start : span.end])
+        work = replay(graph, spec.call, spec.kept, saved)
+        num_states, num_passing = random_states(graph, spec.call, work)
         return _Region(
             position=position,
             spec=spec,
-            work=replay(graph, spec.call, spec.kept, saved),
+            work=work,
             saved=saved,
             at=min(unpacked, default=None),
             gone=max((s.released for s in saved), default=span.end),
-            held_bytes=graph.rng_state_bytes if is_random else 0,
+            held_bytes=graph.rng_state_bytes * num_states,
+            passing_bytes=graph.rng_state_bytes * num_passing,
         )
 
     def _find_deaths(self) -> None:
@@ -105,10 +110,10 @@ class _Expansion:
             for storage in (*graph.calls[region.spec.call].inputs, *region.spec.kept):
                 hold(storage, end, is_after=True)
         last = len(graph.ops)
-        for storage in graph.storages:
-            if death[storage.index] < last or after[storage.index]:
-                bucket = self.drops_after_recompute if after[storage.index] else self.drops
-                bucket[death[storage.index]].append(storage.index)
+        for index, clock in enumerate(death):
+            if clock < last or after[index]:
+                bucket = self.drops_after_recompute if after[index] else self.drops
+                bucket[clock].append(index)
 
     def _is_dropped(self, region: _Region, storage: int) -> bool:
         return storage in region.work.needed and storage not in region.spec.kept
@@ -131,9 +136,13 @@ class _Expansion:
                 for s, generation in recomputed_drops.pop(clock, ())
             )
             events.extend(Event(Action.DROP, storage=s) for s in self.drops_after_recompute.get(clock, ()))
+            for region in self.ends.get(clock, ()):
+                if region.passing_bytes:
+                    events.append(Event(Action.RELEASE, region=region.position, num_bytes=region.passing_bytes))
             for region in self.starts.get(clock, ()):
                 if region.held_bytes:
-                    events.append(Event(Action.HOLD, region=region.position, num_bytes=region.held_bytes))
+                    num_bytes = region.held_bytes + region.passing_bytes
+                    events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
             if clock < len(self.graph.ops):
                 self._run(self.graph.ops[clock], events, kept_by)
         return Schedule(events=tuple(events), regions=tuple(r.spec.call for r in self.regions))
@@ -154,8 +163,9 @@ class _Expansion:
             if self._is_dropped(region, record.storage):
                 released[record.storage] = max(released.get(record.storage, 0), record.released)
         position = region.position
-        if region.held_bytes:
-            events.append(Event(Action.HOLD, region=position, num_bytes=region.held_bytes))
+        own = graph.rng_state_bytes if region.held_bytes else 0
+        if own:  # what the random state is outside, put back afterwards
+            events.append(Event(Action.HOLD, region=position, num_bytes=own))
         transient: dict[int, list[int]] = defaultdict(list)
         for index in work.ops:
             for clock in [c for c in transient if c <= index]:
@@ -170,8 +180,8 @@ class _Expansion:
                     transient[graph.storages[s].last_ref].append(s)
         for left in transient.values():
             events.extend(Event(Action.DROP, storage=s, generation=1) for s in left)
-        if region.held_bytes:
-            events.extend([Event(Action.RELEASE, region=position, num_bytes=region.held_bytes)] * 2)
+        if own:
+            events.append(Event(Action.RELEASE, region=position, num_bytes=own + region.held_bytes))
 
 
 def _by_clock(pairs: Iterable[tuple[int, _Region]]) -> dict[int, list[_Region]]:
@@ -195,6 +205,8 @@ class _Live:
         for storage in self.graph.storages:
             if storage.born == BEFORE_STEP:
                 self._add(storage.index, 1)
+        self.total += self.graph.hidden_bytes
+        self.by_cause["temporary"] += self.graph.hidden_bytes
 
     def _add(self, storage: int, copies: int) -> None:
         num_bytes = copies * self.graph.storages[storage].num_bytes

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -180,21 +181,18 @@ def unique_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _peak(step: _Step, times: list[float]) -> MeasuredStep:
     static = unique_bytes(step.static_tensors())
+    curve_s: list[float] = [0.0]
+    curve_bytes: list[int] = []
     if step.device.type == "cuda":
         _synchronize(step.device)
         torch.cuda.reset_peak_memory_stats(step.device)
         loss = step.run()
-        peak, curve = torch.cuda.max_memory_allocated(step.device), ((), ())
+        peak = torch.cuda.max_memory_allocated(step.device)
     else:
         loss, events = record_memory(step.run)
-        above, curve_s, curve_bytes = 0, [0.0], [static]
-        live = static
-        for at_s, change in events:
-            live += change
-            above = max(above, live - static)
-            curve_s.append(at_s)
-            curve_bytes.append(live)
-        peak, curve = static + above, (tuple(curve_s), tuple(curve_bytes))
+        curve_s += [at_s for at_s, _ in events]
+        curve_bytes += accumulate((change for _, change in events), initial=static)
+        peak = max(curve_bytes)
     value = float(loss)
     step.clear()
     return MeasuredStep(
@@ -203,8 +201,8 @@ def _peak(step: _Step, times: list[float]) -> MeasuredStep:
         step_s=statistics.median(times) if times else float("nan"),
         all_step_s=tuple(times),
         loss=value,
-        curve_s=curve[0],
-        curve_bytes=curve[1],
+        curve_s=tuple(curve_s[: len(curve_bytes)]),
+        curve_bytes=tuple(curve_bytes),
     )
 
 

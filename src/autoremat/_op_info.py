@@ -81,8 +81,8 @@ def op_flops(info: OpInfo, args: Any, kwargs: Any, out: Any) -> int:
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """Two matmuls: queries by keys, weights by values."""
-    batch, heads, rows, width = query.shape
-    return 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
+    batch, heads, rows, width = (int(n) for n in query.shape)
+    return 2 * batch * heads * rows * int(key.shape[-2]) * (width + int(value.shape[-1]))
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -91,13 +91,25 @@ def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Five matmuls for the two of forward: scores again, then gradients of weights, value, query and key."""
-    batch, heads, rows, width = query.shape
-    columns, value_width = key.shape[-2], value.shape[-1]
+    batch, heads, rows, width = (int(n) for n in query.shape)
+    columns, value_width = int(key.shape[-2]), int(value.shape[-1])
     return 2 * batch * heads * rows * columns * (3 * width + 2 * value_width)
 
 
+def _rnn_layer(x: Any, w0: Any, w1: Any, *_: Any, **__: Any) -> int:
+    """One direction of a recurrent layer: input and hidden state by their weights, for every element of a sequence."""
+    length, batch = x.shape[0], x.shape[1]
+    return 2 * int(length) * int(batch) * int(w0.numel() + w1.numel())
+
+
+def _rnn_layer_backward(x: Any, w0: Any, w1: Any, *_: Any, **__: Any) -> int:
+    return 2 * _rnn_layer(x, w0, w1)
+
+
 _OWN_FLOPS = {
+    "aten.mkldnn_rnn_layer": _rnn_layer,
+    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
 }
-"""Attention on CPU has no formula in torch's registry (torch 2.13)."""
+"""Fused CPU operators without a formula in torch's registry (torch 2.13)."""

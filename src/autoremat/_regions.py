@@ -78,8 +78,8 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
         calls = [c for c in by_path.get(region.path, []) if region.number in (None, graph.calls[c].number)]
         if not calls:
             raise PlanMismatch(
-                f"The plan has a region {region.path!r} (call {region.number}) that this step of {graph.model} does not "
-                "run. Plan again for this model and batch."
+                f"The plan has a region {region.path!r} (call {region.number}) that this step of {graph.model} does "
+                "not run. Plan again for this model and batch."
             )
         specs.extend(RegionSpec(call=c, kept=_find_kept(graph, c, region.saved)) for c in calls)
     return sorted(specs, key=lambda spec: graph.calls[spec.call].start)

@@ -79,7 +79,8 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     raise BatchError(
-        f"A batch is a tensor, a tuple (positional arguments) or a dict (keyword arguments), not {type(batch).__name__}."
+        "A batch is a tensor, a tuple (positional arguments) or a dict (keyword arguments), not "
+        f"{type(batch).__name__}."
     )
 
 

@@ -12,7 +12,7 @@ Known limit: memory that a kernel takes and returns within one op is an estimate
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -154,6 +154,8 @@ class StepGraph:
         optimizer: Name of the optimizer, "" for none.
         precision: As given to ``trace``, "" for the model's own.
         rng_state_bytes: Device bytes of one stashed random state.
+        hidden_bytes: Bytes that autograd keeps where no hook sees them: Python numbers made into tensors. Counted as
+            alive all through the step; in truth each goes when its backward op has run.
     """
 
     ops: tuple[Op, ...]
@@ -168,7 +170,7 @@ class StepGraph:
     optimizer: str = ""
     precision: str = ""
     rng_state_bytes: int = 0
-    attributes: dict[str, str] = field(default_factory=dict)
+    hidden_bytes: int = 0
 
     @property
     def static_bytes(self) -> int:

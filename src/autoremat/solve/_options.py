@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from autoremat._replay import Replay, replay
+from autoremat._replay import Replay, random_states, replay
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._program import RESOLUTION, Program
 from autoremat.solve._units import Inner, Unit, build_units
@@ -97,7 +96,7 @@ def _prune(facts: Facts, work: Replay, kept: frozenset[int]) -> frozenset[int]:
 def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float]) -> Option:
     graph = facts.graph
     span = graph.calls[inner.call]
-    held_states, passing_states = _random_states(facts, inner, work)
+    held_states, passing_states = random_states(graph, inner.call, work)
     rng_bytes = graph.rng_state_bytes * held_states
     dropped = [s for s in inner.needed if s not in kept]
     extra = [s for s in kept if facts.deaths[s] < inner.at]
@@ -119,20 +118,6 @@ def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_co
         freed_bytes=sum(size[s] for s in dropped if inner.deaths[s] <= inner.at) - held,
         forward=np.cumsum(forward)[:-1],
     )
-
-
-def _random_states(facts: Facts, inner: Inner, work: Replay) -> tuple[int, int]:
-    """How many random states a region holds until its recompute, and how many more until its forward ends.
-
-    One from its start, one for each op that draws after skipped ones; while forward runs, one after a skipped op in
-    case another draws after it. The same rule as the ledger's.
-    """
-    span = facts.graph.calls[inner.call]
-    left_out = set(work.skipped)
-    skips = [op.index in left_out for op in facts.graph.ops[span.start : span.end] if op.is_random]
-    if not skips:
-        return 0, 0
-    return 1 + sum(before and not after for before, after in pairwise(skips)), int(any(skips))
 
 
 def _recompute_bytes(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay) -> int:

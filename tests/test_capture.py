@@ -1,0 +1,252 @@
+"""A step graph says what really happens: the same on fake and on real tensors, with exact bytes and FLOPs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoremat import BatchError, LossError, TraceError, UsageError, fake_weights, trace
+from autoremat._ledger import expand, peak_bytes
+from autoremat._replay import saved_in
+from autoremat._step_graph import BEFORE_STEP
+from zoo import MODELS
+
+
+def step_of(name, **options):
+    case = MODELS[name]()
+    torch.manual_seed(0)
+    return trace(case.build(), case.batch, loss=case.loss_fn, **options)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"lstm"}))  # fake RNN kernels take another backward
+def test_fake_tensors_take_the_path_of_real_ones(name):
+    fake, real = step_of(name), step_of(name, fake=False)
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+    assert fake.ops == real.ops
+    assert [(s.storage, s.packed, s.unpacked, s.released) for s in fake.saved] == [
+        (s.storage, s.packed, s.unpacked, s.released) for s in real.saved
+    ]
+    assert fake.calls == real.calls
+    assert peak_bytes(fake, expand(fake)) == peak_bytes(real, expand(real))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_call_holds_its_ops_and_every_op_has_a_call(name):
+    graph = step_of(name)
+    for call in graph.calls:
+        assert call.start <= call.end
+        if call.parent >= 0:
+            parent = graph.calls[call.parent]
+            assert parent.start <= call.start <= call.end <= parent.end
+    for op in graph.ops:
+        if op.phase == "forward" and op.call > 0:
+            call = graph.calls[op.call]
+            assert call.start <= op.index < call.end
+
+
+def test_calls_are_numbered_within_a_micro_step():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(self.layer(x)).sum()
+
+    graph = trace(Twice(), torch.ones(2, 4), accumulate=2)
+    layers = [c for c in graph.calls if c.path == "layer"]
+    assert [(c.micro_step, c.number) for c in layers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_flops_of_matmul_convolution_and_attention_are_exact():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3, padding=1)
+            self.proj = nn.Linear(8, 16)
+
+        def forward(self, x):
+            y = self.proj(self.conv(x).flatten(2).transpose(1, 2)).unsqueeze(1)
+            return F.scaled_dot_product_attention(y, y, y).sum()
+
+    graph = trace(Net(), torch.ones(2, 3, 4, 4), optimizer=None)
+    forward = {op.name.split(".")[1]: op.flops for op in graph.ops if op.phase == "forward" and op.flops}
+    backward = {op.name.split(".")[1]: op.flops for op in graph.ops if op.phase == "backward" and op.flops}
+    conv = 2 * (2 * 4 * 4) * 8 * 3 * 9
+    attention = 2 * 2 * 16 * 16 * (16 + 16)
+    assert forward == {
+        "convolution": conv,
+        "mm": 2 * 32 * 8 * 16,
+        "_scaled_dot_product_flash_attention_for_cpu": attention,
+    }
+    assert backward["_scaled_dot_product_flash_attention_for_cpu_backward"] == attention * 5 // 2
+    assert backward["convolution_backward"] == conv  # the input needs no gradient
+    assert backward["mm"] == 2 * 32 * 8 * 16  # the last of two
+
+
+def test_saved_tensors_count_once_per_storage():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            a, b = y.chunk(2, -1)  # two views of one storage, both saved by the product
+            return (a * b).sum()
+
+    graph = trace(Net(), torch.ones(4, 8), optimizer=None)
+    born = [s for s in saved_in(graph, 0) if graph.storages[s.storage].born != BEFORE_STEP]
+    assert len(born) == 2
+    assert {graph.storages[s.storage].num_bytes for s in born} == {4 * 8 * 4}
+    assert len({s.storage for s in born}) == 1
+
+
+def test_in_place_ops_and_running_statistics_are_mutations():
+    graph = trace(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True)), torch.ones(3, 4), loss=lambda y: y.sum())
+    written = {
+        graph.storages[s].label
+        for op in graph.ops
+        if op.phase == "forward"
+        for s in op.mutates
+        if graph.storages[s].label
+    }
+    assert written == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    relu = next(op for op in graph.ops if op.name == "aten.relu_.default")
+    assert relu.mutates == relu.outputs
+
+
+def test_dropout_is_random_and_attention_without_dropout_is_not():
+    graph = step_of("gpt2")
+    assert {op.name for op in graph.ops if op.is_random} == {"aten.bernoulli_.float"}
+    flash = [op for op in step_of("llama").ops if "flash_attention_for_cpu.default" in op.name]
+    assert flash
+    assert not any(op.is_random for op in flash)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "mlp"])
+def test_the_model_and_random_state_are_left_alone(name):
+    case = MODELS[name]()
+    model = case.build().eval()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    trace(model, case.batch, loss=case.loss_fn)
+    trace(model, case.batch, loss=case.loss_fn, fake=False)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_weights_need_no_memory():
+    with fake_weights():
+        model = nn.Sequential(nn.Linear(200_000, 200_000), nn.Linear(200_000, 1))
+    graph = trace(model, torch.ones(1, 200_000), loss=lambda y: y.sum())
+    assert graph.static_bytes > 3 * 4 * 200_000**2
+
+
+def test_gradients_appear_or_are_kept():
+    model = nn.Sequential(nn.Linear(8, 8))
+    fresh = trace(model, torch.ones(2, 8), loss=lambda y: y.sum())
+    kept = trace(model, torch.ones(2, 8), loss=lambda y: y.sum(), gradients="kept")
+    size = 4 * (64 + 8)
+    assert kept.static_bytes == fresh.static_bytes + size
+    assert sum(s.num_bytes for s in fresh.storages if s.cause == "gradient") == size
+
+
+def test_precision_casts_parameters_and_inputs():
+    model = nn.Sequential(nn.Linear(8, 8))
+    graph = trace(model, torch.ones(2, 8), loss=lambda y: y.float().sum(), precision="bf16", optimizer=None)
+    assert sum(s.num_bytes for s in graph.storages if s.cause == "parameter") == 2 * (64 + 8)
+    assert next(op for op in graph.ops if op.name.startswith("aten.addmm")).dtype == "bfloat16"
+    assert model[0].weight.dtype == torch.float32
+    autocast = trace(model, torch.ones(2, 8), loss=lambda y: y.float().sum(), precision="amp-bf16", optimizer=None)
+    assert sum(op.name == "aten._to_copy.default" for op in autocast.ops if op.phase == "forward") >= 3
+
+
+def test_a_gpu_step_keeps_no_attention_probabilities():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(16, 16)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            y = self.proj(x)
+            return self.drop(F.scaled_dot_product_attention(y, y, y, dropout_p=0.1, is_causal=True)).sum()
+
+    batch = torch.ones(1, 2, 64, 16)
+    cpu = trace(Attention(), batch, optimizer=None)
+    for precision, kernel in ((None, "efficient"), ("bf16", "flash")):
+        gpu = trace(Attention(), batch, optimizer=None, precision=precision, target="a100-40g")
+        assert any(f"_scaled_dot_product_{kernel}_attention.default" in op.name for op in gpu.ops)
+        assert any("native_dropout" in op.name for op in gpu.ops)
+        largest = max(s.num_bytes for s in gpu.storages if s.cause == "activation")
+        assert largest < 4 * 2 * 64 * 64 <= max(s.num_bytes for s in cpu.storages if s.cause == "activation")
+
+
+def test_real_values_of_the_batch_decide_branches():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            y = self.layer(x)
+            return (y if mask.all() else y * mask.unsqueeze(-1).to(y.dtype)).sum()
+
+    x = torch.ones(2, 4)
+    every = trace(Masked(), (x, torch.tensor([True, True])), optimizer=None)
+    some = trace(Masked(), (x, torch.tensor([True, False])), optimizer=None)
+    assert not any(op.name == "aten.mul.Tensor" and op.phase == "forward" for op in every.ops)
+    assert any(op.name == "aten.mul.Tensor" and op.phase == "forward" for op in some.ops)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y.sum() if y.sum().item() > 0 else -y.sum()
+
+
+def test_code_that_reads_activations_is_named_and_runs_on_real_tensors():
+    with pytest.raises(TraceError, match=r"Reads failed in module '' \(Reads\).*fake=False"):
+        trace(Reads(), torch.ones(1, 4))
+    graph = trace(Reads(), torch.ones(1, 4), fake=False)
+    assert any(op.reads_value for op in graph.ops)
+
+
+def test_wrong_input_is_refused_by_name():
+    model = nn.Linear(4, 4)
+    with pytest.raises(BatchError, match=r"Linear.forward\(input\).*labels"):
+        trace(model, {"input": torch.ones(1, 4), "labels": torch.ones(1)})
+    with pytest.raises(BatchError, match="a tensor, a tuple"):
+        trace(model, 3)
+    with pytest.raises(LossError, match=r"Linear is a tensor of shape \[1, 4\], not a scalar"):
+        trace(model, torch.ones(1, 4))
+    with pytest.raises(UsageError, match="adamw"):
+        trace(model, torch.ones(1, 4), optimizer="lion")
+    with pytest.raises(UsageError, match="amp-bf16"):
+        trace(model, torch.ones(1, 4), precision="int4")
+    with pytest.raises(UsageError, match="at least one micro-step"):
+        trace(model, torch.ones(1, 4), accumulate=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw:foreach", "adamw:fused", "sgd", "sgd-momentum", "adafactor"])
+def test_optimizer_state_is_there_before_the_step(optimizer):
+    graph = trace(nn.Linear(64, 64), torch.ones(1, 64), loss=lambda y: y.sum(), optimizer=optimizer)
+    state = sum(s.num_bytes for s in graph.storages if s.cause == "optimizer_state")
+    size = 4 * (64 * 64 + 64)
+    expected = {"sgd": 0, "sgd-momentum": size}.get(optimizer)
+    if optimizer.startswith("adamw"):
+        assert 2 * size < state < 2 * size + 64
+    elif expected is not None:
+        assert state == expected
+    else:
+        assert 0 < state < size
+    assert any(op.phase == "optimizer" for op in graph.ops)
