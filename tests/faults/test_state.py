@@ -12,36 +12,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import autoremat.runtime as ar
+from around import Around, Block, X
 from autoremat._errors import RecomputeError
 from autoremat._plan import Plan, Region
 from comparing import compare, seed, train
-
-X = torch.linspace(-1, 1, 32).view(4, 8)
-
-
-class Around(nn.Module):
-    """A linear layer, the blocks under test, a head."""
-
-    def __init__(self, *blocks):
-        super().__init__()
-        self.pre, self.blocks, self.head = nn.Linear(8, 8), nn.ModuleList(blocks), nn.Linear(8, 1)
-
-    def forward(self, x):
-        x = self.pre(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def compare_blocks(*classes, **kwargs):
     paths = [f"blocks.{i}" for i in range(len(classes))]
     return compare(lambda: Around(*[c() for c in classes]), (X,), paths, loss_fn=lambda y: y.square().sum(), **kwargs)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand()), lambda: float(torch.rand(()))])
@@ -340,140 +319,6 @@ def test_module_replaced_after_apply():
     model.blocks[0][0] = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model(X).sum().backward()
     assert model.blocks[0][0][1].num_batches_tracked == 1
-
-
-def test_weight_shared_with_the_outside_and_stepped_in_backward():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.outer.weight = self.inner.weight
-
-        def forward(self, x):
-            return self.outer(torch.tanh(self.inner(x)))
-
-    def run(apply):
-        seed()
-        model = Tied()
-        if apply:
-            ar.apply(model, Plan((Region("inner"),)))
-        fired = []
-
-        def fused_step(parameter):
-            fired.append(1)
-            with torch.no_grad():
-                parameter.sub_(parameter.grad * 0.1)
-            parameter.grad = None
-
-        model.inner.weight.register_post_accumulate_grad_hook(fused_step)
-        model(X).square().sum().backward()
-        return len(fired), model.inner.weight.detach()
-
-    (plain_fired, plain), (fired, planned) = run(False), run(True)
-    assert plain_fired == fired == 1
-    assert torch.equal(plain, planned)
-
-
-def test_every_pre_hook_has_its_post_hook():
-    open_calls = []
-
-    class Inner(Block):
-        def forward(self, x):
-            return torch.tanh(self.lin(x))
-
-    model = Around(nn.Sequential(Inner(), Inner()))
-    for block in model.blocks[0]:
-        block.lin.register_forward_pre_hook(lambda m, a: open_calls.append(m))
-        block.lin.register_forward_hook(lambda m, a, o: open_calls.remove(m))
-    ar.apply(model, Plan((Region("blocks.0"),)))
-    model(X).sum().backward()
-    assert not open_calls
-
-
-def test_hooks_of_the_region_itself_fire_once():
-    fired = []
-    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    model = Around(block)
-    block.register_forward_pre_hook(lambda m, a: fired.append("pre"))
-    block.register_forward_hook(lambda m, a, o: fired.append("post"))
-    ar.apply(model, Plan((Region("blocks.0"),)))
-    block.register_full_backward_hook(lambda m, gi, go: fired.append("backward"))
-    model(X).sum().backward()
-    assert fired == ["pre", "post", "backward"]
-
-
-def test_hooks_added_after_the_plan_stay_outside_the_region():
-    def run(apply):
-        seed()
-        model = Around(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-        if apply:
-            applied = ar.apply(model, Plan((Region("blocks.0"),)), check="always")
-        block = model.blocks[0]
-        block.register_forward_pre_hook(lambda m, a: (a[0].sin().exp(),))
-        block.register_forward_hook(lambda m, a, o: o.sin().exp(), prepend=True)
-        grads = []
-        for _ in range(2):
-            model.zero_grad()
-            model(X).sum().backward()
-            grads.append([p.grad.clone() for p in model.parameters()])
-        if apply:
-            assert applied.executed[0].num_recomputes == 1  # the call that found the new hook ran plain
-        return grads
-
-    for plain, planned in zip(run(False), run(True), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
-
-
-def test_keyboard_interrupt_in_a_region():
-    class Interrupted(Block):
-        interrupts = True
-
-        def forward(self, x):
-            h = torch.tanh(self.lin(x))
-            if self.interrupts:
-                raise KeyboardInterrupt
-            return h
-
-    model = Around(Interrupted())
-    applied = ar.apply(model, Plan((Region("blocks.0"),)))
-    with pytest.raises(KeyboardInterrupt):
-        model(X)
-    model.blocks[0].interrupts = False
-    model(X).sum().backward()
-    assert applied.executed[0].num_recomputes == 1
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        torch.ones(2, requires_grad=True).exp()
-    assert packed
-    y = torch.ones(2, requires_grad=True).exp()
-    assert "Holder" not in repr(y.grad_fn._raw_saved_result)
-    y.sum().backward()
-
-
-def test_fully_sharded_blocks():
-    dist = torch.distributed
-    if not dist.is_available():
-        pytest.skip("needs torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-
-        def losses(sharded):
-            seed()
-            model = Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-            if sharded:
-                for block in model.blocks:
-                    fully_shard(block, mesh=mesh)
-                fully_shard(model, mesh=mesh)
-                ar.apply(model, Plan((Region("blocks.0"), Region("blocks.1"))), check="always")
-            return [value for name, value in train(model, (X,), torch.sum, steps=3).items() if name.startswith("loss")]
-
-        assert losses(sharded=False) == losses(sharded=True)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_what_a_cache_holds_of_other_layers_is_held_only_if_recompute_reads_it():
