@@ -322,7 +322,7 @@ class Replay:
         frame, index = self._frame, self._index
         self._index = index + 1
         # With its grad_fn, a kept tensor would hold the recomputed graph, and an output its own node.
-        if tensor.requires_grad:
+        if not tensor.is_leaf:
             tensor = compat.detached(tensor)
         if index < len(frame.holders):
             holder = frame.holders[index]()

@@ -89,7 +89,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()`` that modes do not see, where that makes no difference: a tenth of the time under a mode."""
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
