@@ -133,6 +133,9 @@ def test_wrong_requests_are_refused_before_anything_changes():
     other = ar.Plan(regions=(ar.Region("7.nowhere"),))
     with pytest.raises(ar.PlanMismatch, match=r"7\.nowhere"):
         ar.profile(graph, other)
+    nested = ar.Plan(regions=(ar.Region("0", children=(ar.Region("0.1"),)),))
+    with pytest.raises(ar.PlanError, match="'0' has regions inside it"):
+        ar.profile(graph, nested)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 

@@ -20,6 +20,7 @@ from autoremat import _tables
 from autoremat._errors import UsageError
 from autoremat._plan import Plan
 from autoremat._targets import get_target, target_names
+from autoremat._units import format_bytes
 
 if TYPE_CHECKING:
     from autoremat._presets import Built
@@ -264,6 +265,13 @@ def _print_plan(made: Plan, *, json: bool, output: Path | None) -> None:
         console.print(_tables.regions_table(made))
     else:
         console.print("The plain step fits: nothing is recomputed.")
+    usable = get_target(made.target).usable_bytes if made.target else made.budget_bytes
+    if made.budget_bytes and usable and made.budget_bytes > usable:
+        console.print(
+            f"Note: of {made.target}'s memory a step can have {format_bytes(usable)}, less than this budget: driver "
+            "and context take the rest. Leave --budget out to plan for that.",
+            soft_wrap=True,
+        )
     if output is not None:
         console.print(f"Written to {output}", soft_wrap=True)
 

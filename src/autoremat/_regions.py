@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from autoremat._errors import PlanMismatch
+from autoremat._errors import PlanError, PlanMismatch
 from autoremat._plan import OpCall, Plan, Region, SavedOutput
 from autoremat._replay import RegionSpec, is_uncounted, replay
 from autoremat._step_graph import StepGraph
@@ -69,12 +69,18 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
 
     Raises:
         PlanMismatch: If a region or a stored output is not in the step; names it.
+        PlanError: If a region has regions inside it: they can be applied, not priced.
     """
     by_path: dict[str, list[int]] = {}
     for call in graph.calls:
         by_path.setdefault(call.path, []).append(call.index)
     specs: list[RegionSpec] = []
     for region in plan.regions:
+        if region.children:
+            raise PlanError(
+                f"Region {region.path!r} has regions inside it. Such a plan can be applied and measured, but its peak "
+                "cannot be predicted yet; leave the inner regions out."
+            )
         calls = [c for c in by_path.get(region.path, []) if region.number in (None, graph.calls[c].number)]
         if not calls:
             raise PlanMismatch(

@@ -218,3 +218,16 @@ def test_a_compiled_model_runs_plain():
     grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, grads, strict=True))
     assert sum(r.num_calls for r in applied.executed) == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at its first compile
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_refused_by_name(in_place):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    if in_place:
+        model[1].compile()
+    else:
+        model[1] = torch.compile(model[1])
+    with pytest.raises(PlanError, match="Module '1' of Sequential is compiled"):
+        ar.apply(model, Plan(regions=(Region("0"),)))
+    assert not model[0]._forward_pre_hooks

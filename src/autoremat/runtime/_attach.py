@@ -266,12 +266,23 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         raise PlanError(
             f"{type(model).__name__} has a plan already. Call remove() on what the earlier apply returned, then apply."
         )
+    compiled = next((path for path, module in model.named_modules() if _is_compiled(module)), None)
+    if compiled is not None:
+        raise PlanError(
+            f"Module {compiled!r} of {type(model).__name__} is compiled, and regions are not recomputed inside "
+            "compiled code: the budget would not hold. Apply the plan to the model without torch.compile."
+        )
     if plan.model_signature and plan.model_signature != model_signature(model):
         raise PlanMismatch(
             f"The plan was made for {plan.model or 'another model'} with other parameters or buffers than this "
             f"{type(model).__name__} (signature {plan.model_signature}, here {model_signature(model)}). "
             "Make a plan for this model with autoremat.plan."
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` returned, or has been compiled in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _resolve_regions(model: nn.Module, plan: Plan) -> dict[nn.Module, list[Region]]:
