@@ -96,6 +96,7 @@ def main():
     plain = rows[0]
     print(f"plain: predicted {plain['plain_predicted_bytes']:,}, measured {plain['plain_measured_bytes']:,} bytes")
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

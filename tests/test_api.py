@@ -60,6 +60,16 @@ def test_more_budget_never_costs_more_and_the_same_budget_gives_the_same_plan():
     assert [ar.plan(graph, budget=b, objective="flops").to_json() for b in budgets] == [p.to_json() for p in plans]
 
 
+def test_the_objective_is_time_where_the_device_is_known():
+    graph = ar.trace(deep_mlp(), torch.ones(256, 32), loss=total)
+    assert ar.plan(graph, activation_memory_budget=0.6).objective == "flops"
+    assert ar.plan(graph, activation_memory_budget=0.6, target="cpu").objective == "time"
+    by_time = ar.plan(graph, activation_memory_budget=0.6, objective="time")
+    by_flops = ar.plan(graph, activation_memory_budget=0.6, objective="flops")
+    assert by_time.planned.seconds <= by_flops.planned.seconds
+    assert by_time.overhead_flops >= by_flops.overhead_flops
+
+
 def test_a_share_of_the_activations_is_a_budget():
     graph = ar.trace(deep_mlp(), torch.ones(256, 32), loss=total)
     plain = ar.profile(graph).peak_bytes

@@ -92,7 +92,7 @@ def plan(
     *,
     budget: int | str | None = None,
     activation_memory_budget: float | None = None,
-    objective: Objective = "time",
+    objective: Objective | None = None,
     target: str | Target | None = None,
     progress: Progress | None = None,
     **trace_options: Any,
@@ -105,7 +105,8 @@ def plan(
         budget: Bytes for the whole step, parameters, gradients and optimizer state included: an int or "24GiB".
         activation_memory_budget: Instead of ``budget``: a share, 0 to 1, of what the plain step's peak has above its
             static bytes.
-        objective: Least predicted "time" on the target, or least "flops".
+        objective: Least predicted "time" on the target, or least "flops" (exact, elementwise work is free). None means
+            time where the device is known (a target is named, or the model is on a GPU), else FLOPs.
         target: Name of a target, a `Target`, or None for the model's own device.
         progress: Called with a label and a fraction done.
         **trace_options: As for `trace`, with a model.
@@ -124,12 +125,13 @@ def plan(
         0
     """
     report = progress or (lambda label, fraction: None)
-    if objective not in ("time", "flops"):
+    if objective not in ("time", "flops", None):
         raise UsageError(f"objective={objective!r}: use 'time' or 'flops'.")
     budget_of = _budget_reader(budget, activation_memory_budget)
     report("tracing the step", 0.0)
     graph = _graph(model, batch, target, trace_options)
     device = _target(None if isinstance(model, StepGraph) else model, target, graph.device_kind)
+    objective = objective or ("time" if target is not None or graph.device_kind == "cuda" else "flops")
     report("solving blocks", 0.5)
     op_seconds = step_seconds(graph, device)
     op_cost = op_seconds if objective == "time" else [float(op.flops) for op in graph.ops]

@@ -44,7 +44,10 @@ BudgetOption = Annotated[Optional[str], typer.Option(help="Device memory for the
 TargetOption = Annotated[Optional[str], typer.Option(help="Device to plan for: `autoremat targets`.")]  # noqa: UP045
 PrecisionOption = Annotated[Optional[str], typer.Option(help="fp32, bf16, fp16, amp-bf16 or amp-fp16.")]  # noqa: UP045
 OptimizerOption = Annotated[str, typer.Option(help="adamw, sgd, ..., or none for forward and backward alone.")]
-ObjectiveOption = Annotated[Literal["time", "flops"], typer.Option(help="What recomputation is counted in.")]
+ObjectiveOption = Annotated[
+    Optional[Literal["time", "flops"]],  # noqa: UP045 - as above
+    typer.Option(help="What to minimise; by default time with --target, FLOPs without."),
+]
 AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-steps in an optimizer step.")]
 PlanOption = Annotated[Optional[Path], typer.Option("--plan", help="A plan file; without it one is made.")]  # noqa: UP045
 OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the plan here.")]  # noqa: UP045
@@ -61,7 +64,7 @@ def plan(
     target: TargetOption = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
-    objective: ObjectiveOption = "time",
+    objective: ObjectiveOption = None,
     accumulate: AccumulateOption = 1,
     output: OutputOption = None,
     json: JsonOption = False,
@@ -97,7 +100,7 @@ def verify(
     target: TargetOption = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
-    objective: ObjectiveOption = "time",
+    objective: ObjectiveOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a plain and a planned step and compare loss, gradients, buffers and random state, bit for bit."""
@@ -127,7 +130,7 @@ def measure(
     target: TargetOption = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
-    objective: ObjectiveOption = "time",
+    objective: ObjectiveOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run real steps, plain and planned, and measure peak and time beside the prediction."""
