@@ -6,7 +6,7 @@ integers, so that the order of summation does not matter. No copy of the tensor 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -43,19 +43,23 @@ def _hash(tensor: torch.Tensor) -> int:
             tensor = tensor.narrow(axis, 0, 1)
     if tensor.numel() == 0:
         return 0
-    return hash(tuple(_bytes_hash(part) for part in _contiguous_parts(tensor)))
+    return hash(tuple(map(_bytes_hash, _contiguous_parts(tensor))))
 
 
-def _contiguous_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor itself, or one copied piece of it after the other: only one is alive at a time."""
     if tensor.is_contiguous():
-        return [tensor]
+        yield tensor
+        return
     strides: tuple[int, ...] = tensor.stride()
     order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
     tensor = tensor.permute(order)
     if tensor.is_contiguous():
-        return [tensor]
+        yield tensor
+        return
     step = max(1, CHUNK_ELEMENTS * tensor.shape[0] // tensor.numel())
-    return [tensor[i : i + step].contiguous() for i in range(0, tensor.shape[0], step)]
+    for i in range(0, tensor.shape[0], step):
+        yield tensor[i : i + step].contiguous()
 
 
 def _bytes_hash(tensor: torch.Tensor) -> int:
