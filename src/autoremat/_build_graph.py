@@ -20,7 +20,7 @@ from autoremat._model_states import OptimizerFactory, optimizer_factory, optimiz
 from autoremat._random import preserved_random_state
 from autoremat._signature import model_signature
 from autoremat._step import Batch, LossFunction, Precision, check_batch, describe_batch, run_step
-from autoremat._step_graph import Op, SavedTensor, StepGraph, Storage
+from autoremat._step_graph import SavedTensor, StepGraph, Storage
 
 CPU_RNG_STATE_BYTES = 5056
 """``torch.get_rng_state().nbytes``. A CUDA generator's state is kept in host memory: no device bytes."""
@@ -290,28 +290,8 @@ def _sort(recording: Recording, **attributes: Any) -> StepGraph:
         for record in recording.saved
         if record.storage >= 0
     ]
-    ops = [
-        Op(
-            index=index,
-            phase=op.phase,
-            name=op.name,
-            call=op.call,
-            inputs=op.inputs,
-            outputs=op.outputs,
-            mutates=op.mutates,
-            flops=op.flops,
-            moved_bytes=op.moved_bytes,
-            workspace_bytes=op.workspace_bytes,
-            is_random=op.is_random,
-            is_view=op.is_view,
-            reads_value=op.reads_value,
-            dtype=op.dtype,
-            shape=op.shape,
-        )
-        for index, op in enumerate(recording.ops)
-    ]
     return StepGraph(
-        ops=tuple(ops),
+        ops=tuple(recording.ops),
         storages=tuple(storages),
         saved=tuple(saved),
         calls=tuple(recording.calls),

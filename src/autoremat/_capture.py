@@ -11,6 +11,7 @@ tracing holds a second copy of what autograd saves.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from autoremat._op_info import OpInfo, is_random_call, mutated_arguments, op_flops, op_info
-from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Phase
+from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Op, Phase
 from autoremat._workspace import kept_number_bytes, workspace_bytes
 
 _READS_NUMBER = "aten._local_scalar_dense.default"
@@ -43,26 +44,6 @@ class StorageRecord:
 
 
 @dataclass(slots=True)
-class OpRecord:
-    """An op as it ran; see `Op`."""
-
-    phase: Phase
-    name: str
-    call: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    mutates: tuple[int, ...]
-    flops: int
-    moved_bytes: int
-    workspace_bytes: int
-    is_random: bool
-    is_view: bool
-    reads_value: bool
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(slots=True)
 class SavedRecord:
     """A tensor that autograd saved; see `SavedTensor`."""
 
@@ -78,7 +59,7 @@ class Recording:
     """Everything that was written down."""
 
     storages: list[StorageRecord] = field(default_factory=list)
-    ops: list[OpRecord] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     saved: list[SavedRecord] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     phase: Phase = "forward"
@@ -241,7 +222,8 @@ class Recorder(TorchDispatchMode):
         numeric = next((x for x in results if x.is_floating_point()), None)
         numeric = numeric if numeric is not None else next((x for x in tensors if x.is_floating_point()), None)
         recording.ops.append(
-            OpRecord(
+            Op(
+                index=index,
                 phase=recording.phase,
                 name=info.name,
                 call=self._call,
@@ -339,18 +321,8 @@ class Recorder(TorchDispatchMode):
     def leave_call(self, output: Any) -> None:
         """The innermost running forward returns."""
         index = self._stack.pop()
-        call = self.recording.calls[index]
-        self.recording.calls[index] = ModuleCall(
-            index=index,
-            path=call.path,
-            number=call.number,
-            micro_step=call.micro_step,
-            class_name=call.class_name,
-            parent=call.parent,
-            start=call.start,
-            end=self.recording.clock,
-            inputs=call.inputs,
-            outputs=self._storages_in(output),
+        self.recording.calls[index] = dataclasses.replace(
+            self.recording.calls[index], end=self.recording.clock, outputs=self._storages_in(output)
         )
         self._call = self._stack[-1] if self._stack else index
 
