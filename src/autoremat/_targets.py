@@ -2,7 +2,7 @@
 
 Figures are the vendors' own peaks: dense (no structured sparsity), tensor cores accumulating in float32, float32
 without TF32 (torch's default for matmul), boost clock. Memory is what the driver offers after ECC, in MiB as
-``nvidia-smi`` states it. `Target.source` names the document.
+``nvidia-smi`` states it. `Target.source` says where to look a figure up; most have not been checked against it yet.
 
 Known limits: nobody reaches a peak. `Target.rate` and `Target.bandwidth` scale all of them by one factor each, so that
 compute and memory traffic weigh about right against each other; the times that come out are estimates, their ratios
@@ -19,11 +19,11 @@ from typing import Literal
 from autoremat._errors import UsageError
 
 COMPUTE_EFFICIENCY = 0.7
-"""Share of its peak that a large matrix product reaches; between 0.6 and 0.8 on the devices below."""
+"""Share of its peak that a large matrix product reaches: an assumption."""
 BANDWIDTH_EFFICIENCY = 0.85
 """Share of its bandwidth that a large elementwise op reaches."""
 CONTEXT_BYTES = 600 * 2**20
-"""Device memory that driver, context and libraries keep for themselves; between 300 and 900 MiB in practice."""
+"""Device memory that driver, context and libraries keep for themselves: an assumption."""
 GPU_LAUNCH_S = 5e-6
 """From one kernel's launch to the next, eager and asynchronous."""
 

@@ -1,6 +1,6 @@
 """The one home of private torch symbols, each with why it is here and what would free us of it.
 
-Checked on torch 2.10 to 2.13.
+Run on torch 2.13 only; older releases that pyproject.toml admits are untested.
 """
 
 from __future__ import annotations
