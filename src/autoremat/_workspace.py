@@ -1,10 +1,9 @@
 """Memory that a CPU kernel takes and returns within one op, by operator.
 
 Each rule states what the kernel allocates, worked out from the profiler's memory events on torch 2.13 (CPU, float32)
-and from the sizes in ATen's sources; operators without a rule count as taking
-nothing, though a few take small copies (indices of an embedding's gradient, comparisons with a number). Rules for convolutions and recurrent
-layers depend on oneDNN's choice of kernel and are upper estimates in most cases; the others were exact on
-the sizes tried, all in float32.
+and from the sizes in ATen's sources. Operators without a rule count as taking nothing, though a few take small copies
+(indices of an embedding's gradient, comparisons with a number). Rules for convolutions and recurrent layers depend on
+oneDNN's choice of kernel and are upper estimates in most cases; the others were exact on the sizes tried.
 
 Known limits: CUDA kernels have no rules (cuBLAS and cuDNN workspaces belong to the allocator's reserve).
 """
