@@ -144,12 +144,13 @@ def _record(
 ) -> Recorder:
     parameters = [p for p in twin.parameters() if p.requires_grad]
     optimizer = _warm_optimizer(factory, parameters, mode) if factory is not None else None
+    names = {p: name for name, p in twin.named_parameters()}
     recorder = Recorder(mode, device_kind="cuda" if as_cuda else parameters[0].device.type if parameters else "cpu")
     _register_states(recorder, twin, batch, optimizer)
     if keep_gradients:
         _make_gradients(parameters, mode)
         for p in parameters:
-            recorder.register(_grad(p), "gradient")
+            recorder.register(_grad(p), "gradient", names[p])
     recording = recorder.recording
 
     def on_micro_step(number: int) -> None:
@@ -162,6 +163,7 @@ def _record(
                 index = recorder.storage_index(p.grad)
                 if index is not None:
                     recording.storages[index].cause = "gradient"
+                    recording.storages[index].label = names[p]
 
     with (
         _errors_named(twin, recorder),
@@ -197,8 +199,9 @@ def _register_states(
         if isinstance(value, torch.Tensor):
             recorder.register(value, "input")
     if optimizer is not None:
-        for tensor in state_tensors(optimizer):
-            recorder.register(tensor, "optimizer_state")
+        names: dict[torch.Tensor, str] = {p: name for name, p in twin.named_parameters()}
+        for owner, key, tensor in state_tensors(optimizer):
+            recorder.register(tensor, "optimizer_state", f"{names.get(owner, key)}.{key}")
 
 
 def _grad(parameter: nn.Parameter) -> torch.Tensor:
@@ -223,7 +226,8 @@ def _warm_optimizer(
     with warm_up:
         optimizer.step()
     warm_up.close()
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:  # also those that the optimizer left out
+        parameter.grad = None
     return optimizer
 
 

@@ -128,7 +128,7 @@ class _Step:
         yield from self.model.buffers()
         yield from (x for x in tree_iter(self.batch) if isinstance(x, Tensor))
         if self.optimizer is not None:
-            yield from state_tensors(self.optimizer)
+            yield from (tensor for _, _, tensor in state_tensors(self.optimizer))
 
 
 def _run(step: _Step, kinds: list[Plan | None], num_steps: int, report: Progress) -> list[MeasuredStep]:

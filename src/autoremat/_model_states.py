@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from autoremat._errors import UsageError
 
@@ -59,9 +60,10 @@ def optimizer_name(optimizer: str | OptimizerFactory | None) -> str:
     return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__qualname__", type(optimizer).__name__)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Every tensor of an optimizer's state."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield value
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Every tensor of an optimizer's state, those in lists and dicts included: its parameter, its name, itself."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            for tensor in tree_iter(value):
+                if isinstance(tensor, torch.Tensor):
+                    yield parameter, key, tensor
