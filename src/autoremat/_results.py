@@ -85,6 +85,62 @@ class MemoryProfile(JsonResult):
 
 
 @dataclass(frozen=True, slots=True)
+class OutOfMemory(JsonResult):
+    """The request that an allocator could not serve.
+
+    Attributes:
+        event: Which of the allocations and releases it was, counted from 0.
+        requested_bytes: What was asked for.
+        allocated_bytes: Allocated at that moment.
+        reserved_bytes: Reserved at that moment, after everything that could be given back was.
+    """
+
+    event: int
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorUsage(JsonResult):
+    """What a caching allocator takes from the device, as its model predicts.
+
+    Attributes:
+        requested_bytes: Peak of the bytes that were asked for.
+        allocated_bytes: Peak of allocated bytes: blocks in use, rounded up. ``torch.cuda.max_memory_allocated``.
+        reserved_bytes: Peak of reserved bytes: all segments, in use or not. ``torch.cuda.max_memory_reserved``.
+        unused_bytes: Reserved less allocated, when reserved bytes reached their peak.
+        largest_free_bytes: The largest free block at that moment.
+        num_segments: Segments at that moment.
+        num_device_allocs: Calls that took memory from the device (``cudaMalloc``, or mapping pages).
+        num_device_frees: Calls that returned some.
+        num_retries: How often all cached memory was returned to serve a request.
+        out_of_memory: Where it ran out of memory; None if it did not. Nothing after it is counted.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    unused_bytes: int
+    largest_free_bytes: int
+    num_segments: int
+    num_device_allocs: int
+    num_device_frees: int
+    num_retries: int
+    out_of_memory: OutOfMemory | None = None
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """Peak of reserved bytes less the peak of allocated ones: what rounding, splitting and caching cost."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    def __repr__(self) -> str:
+        reserved, allocated = format_bytes(self.reserved_bytes), format_bytes(self.allocated_bytes)
+        failed = "" if self.out_of_memory is None else "; out of memory"
+        return f"<AllocatorUsage: reserved {reserved} for {allocated} allocated{failed}>"
+
+
+@dataclass(frozen=True, slots=True)
 class Difference(JsonResult):
     """One thing that differs between the plain and the planned run.
 
