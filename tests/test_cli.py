@@ -78,6 +78,8 @@ def run(monkeypatch, capsys):
 
 OPTIONS = {
     "plan": "--accumulate --batch --budget --json --objective --optimizer --output --precision --seq --target -o model",
+    "frontier": "--accumulate --batch --json --objective --optimizer --output --points --precision --seq --target -o "
+    "model",
     "verify": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
     "measure": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
     "targets": "--json",
@@ -111,6 +113,22 @@ def test_plan_prints_json_and_nothing_else(run, models):
     assert (code, err) == (0, "")
     jsonschema.validate(json.loads(out), plan_schema())
     assert Plan.from_json(out).optimizer == ""
+
+
+def test_frontier_prints_a_table_and_writes_the_curve(run, models, tmp_path):
+    output = tmp_path / "curve.json"
+    code, out, err = run("frontier", f"{models}:chain", "--points", "8", "-o", str(output))
+    assert (code, err) == (0, "")
+    assert "no schedule within that peak costs less" in out
+    curve = json.loads(output.read_text())
+    assert 2 <= len(curve["points"]) <= 8
+    assert curve["points"][0]["peak_bytes"] == curve["smallest_bytes"] < curve["plain_bytes"]
+
+
+def test_frontier_prints_json_and_nothing_else(run, models):
+    code, out, err = run("frontier", f"{models}:chain", "--points", "3", "--json", "--target", "rtx3090-24g")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["objective"] == "time"
 
 
 def test_a_budget_that_the_plain_step_meets_needs_no_regions(run, models):

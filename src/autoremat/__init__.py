@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from autoremat._api import plan, profile, trace
+    from autoremat._api import frontier, plan, profile, trace
     from autoremat._errors import (
         AutorematError,
         BatchError,
@@ -19,6 +19,7 @@ if _TYPE_CHECKING:
         UsageError,
     )
     from autoremat._fake import fake_weights
+    from autoremat._frontier import Frontier, FrontierPoint
     from autoremat._measure import measure
     from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
@@ -32,7 +33,7 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_api": ("plan", "profile", "trace"),
+    "_api": ("frontier", "plan", "profile", "trace"),
     "_errors": (
         "AutorematError",
         "BatchError",
@@ -46,6 +47,7 @@ _HOMES = {
         "UsageError",
     ),
     "_fake": ("fake_weights",),
+    "_frontier": ("Frontier", "FrontierPoint"),
     "_measure": ("measure",),
     "_plan": ("OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
@@ -65,6 +67,8 @@ __all__ = [
     "BudgetError",
     "BudgetInfeasible",
     "Explanation",
+    "Frontier",
+    "FrontierPoint",
     "LossError",
     "MemoryProfile",
     "OpCall",
@@ -87,6 +91,7 @@ __all__ = [
     "checkpoint_sequential",
     "explain",
     "fake_weights",
+    "frontier",
     "get_target",
     "measure",
     "plan",

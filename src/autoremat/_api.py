@@ -1,31 +1,29 @@
-"""The verbs trace, plan and profile: each takes a model and a batch, or what an earlier verb made."""
+"""The verbs trace, plan, frontier and profile: each takes a model and a batch, or what an earlier verb made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from autoremat._build_graph import trace as trace_step
 from autoremat._cost import step_seconds
-from autoremat._errors import BudgetInfeasible, UsageError
-from autoremat._ledger import expand, peak_bytes, price
+from autoremat._errors import UsageError
+from autoremat._frontier import MIN_POINTS, Frontier
+from autoremat._ledger import expand, price
 from autoremat._model_states import OptimizerFactory
-from autoremat._plan import Plan, Prediction
-from autoremat._regions import describe_all, resolve
+from autoremat._plan import Plan
+from autoremat._planning import Objective, Planning, choose_objective, find_target
+from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
 from autoremat._results import MemoryProfile
 from autoremat._step import Batch, LossFunction
 from autoremat._step_graph import StepGraph
-from autoremat._targets import Target, find_by_title, get_target
-from autoremat._units import format_bytes, parse_bytes
-from autoremat.solve import Planner
+from autoremat._targets import Target
+from autoremat._units import parse_bytes
 
 Progress = Callable[[str, float], None]
-Objective = Literal["time", "flops"]
 
 
 def trace(
@@ -72,7 +70,7 @@ def trace(
         >>> graph.flops > 0
         True
     """
-    device_kind = None if target is None else _target(model, target).device_kind
+    device_kind = None if target is None else find_target(model, target).device_kind
     return trace_step(
         model,
         batch,
@@ -125,27 +123,67 @@ def plan(
         0
     """
     report = progress or (lambda label, fraction: None)
-    if objective not in ("time", "flops", None):
-        raise UsageError(f"objective={objective!r}: use 'time' or 'flops'.")
+    _check_objective(objective)
     budget_of = _budget_reader(budget, activation_memory_budget)
     report("tracing the step", 0.0)
     graph = _graph(model, batch, target, trace_options)
-    device = _target(None if isinstance(model, StepGraph) else model, target, graph.device_kind)
-    objective = objective or ("time" if target is not None or graph.device_kind == "cuda" else "flops")
     report("solving blocks", 0.5)
-    op_seconds = step_seconds(graph, device)
-    op_cost = op_seconds if objective == "time" else [float(op.flops) for op in graph.ops]
-    planner = Planner(graph, op_cost=op_cost, price=lambda specs: peak_bytes(graph, expand(graph, specs)))
-    budget_bytes = budget_of(planner.plain_bytes, graph.static_bytes)
-    report("choosing regions", 0.8)
-    solution = planner.plan(budget_bytes)
-    if solution.peak_bytes > budget_bytes:
-        raise _infeasible(graph, budget_bytes, planner, op_seconds)
-    report("done", 1.0)
-    bound = solution.bound / max(sum(op_cost), 1e-30)
-    return _make_plan(
-        graph, solution.regions, budget_bytes, planner.smallest_bytes, op_seconds, device, objective, bound
+    planning = Planning(
+        graph, find_target(model, target, graph.device_kind), choose_objective(graph, target, objective)
     )
+    report("choosing regions", 0.8)
+    made = planning.plan(budget_of(planning.planner.plain_bytes, graph.static_bytes))
+    report("done", 1.0)
+    return made
+
+
+def frontier(
+    model: nn.Module | StepGraph,
+    batch: Batch | None = None,
+    *,
+    num_points: int = 64,
+    objective: Objective | None = None,
+    target: str | Target | None = None,
+    progress: Progress | None = None,
+    **trace_options: Any,
+) -> Frontier:
+    """Find the plans of a training step for all budgets, from the smallest possible peak to no checkpointing.
+
+    Args:
+        model: A model, or a step that `trace` returned.
+        batch: The batch, with a model; not with a step.
+        num_points: Most points to find; they lie closest where overhead changes most.
+        objective: As for `plan`.
+        target: As for `plan`.
+        progress: Called with a label and a fraction done.
+        **trace_options: As for `trace`, with a model.
+
+    Returns:
+        The frontier; its ``plan(budget)`` is what `plan` returns for that budget. More budget never costs more.
+
+    Raises:
+        UsageError: If an option is out of range.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+        >>> curve = frontier(model, torch.ones(512, 64), loss=lambda y: y.sum())
+        >>> curve.points[0].overhead_flops > curve.points[-1].overhead_flops == 0
+        True
+    """
+    report = progress or (lambda label, fraction: None)
+    if num_points < MIN_POINTS:
+        raise UsageError(f"num_points={num_points}: a frontier has at least {MIN_POINTS} points, its two ends.")
+    _check_objective(objective)
+    report("tracing the step", 0.0)
+    graph = _graph(model, batch, target, trace_options)
+    report("solving blocks", 0.2)
+    planning = Planning(
+        graph, find_target(model, target, graph.device_kind), choose_objective(graph, target, objective)
+    )
+    report("walking along the frontier", 0.3)
+    found = planning.frontier(num_points)
+    report("done", 1.0)
+    return found
 
 
 def profile(
@@ -170,7 +208,7 @@ def profile(
         288
     """
     specs = resolve(graph, plan) if isinstance(plan, Plan) else list(plan or ())
-    return price(graph, expand(graph, specs), step_seconds(graph, _target(None, target, graph.device_kind)))
+    return price(graph, expand(graph, specs), step_seconds(graph, find_target(None, target, graph.device_kind)))
 
 
 def _graph(
@@ -186,20 +224,9 @@ def _graph(
     return trace(model, batch, target=target, **trace_options)
 
 
-def _target(model: nn.Module | None, target: str | Target | None, device_kind: str = "cpu") -> Target:
-    """The target that was named, or the one of the device at hand."""
-    if isinstance(target, Target):
-        return target
-    if target is not None:
-        return get_target(target)
-    device = next((p.device for p in model.parameters()), None) if model is not None else None
-    if device is None or device.type != "cuda":
-        return get_target("cpu" if device_kind == "cpu" else "a100-80g")
-    name = torch.cuda.get_device_name(device)
-    found = find_by_title(name)
-    if found is None:
-        raise UsageError(f"No target describes this GPU ({name}). Give target= one that is like it.")
-    return found
+def _check_objective(objective: str | None) -> None:
+    if objective not in ("time", "flops", None):
+        raise UsageError(f"objective={objective!r}: use 'time' or 'flops'.")
 
 
 def _budget_reader(budget: int | str | None, share: float | None) -> Callable[[int, int], int]:
@@ -212,68 +239,3 @@ def _budget_reader(budget: int | str | None, share: float | None) -> Callable[[i
     if not isinstance(share, int | float) or not 0 <= share <= 1:
         raise UsageError(f"activation_memory_budget={share!r}: use a share between 0 and 1, or budget= in bytes.")
     return lambda plain, static: static + int(share * (plain - static))
-
-
-def _infeasible(graph: StepGraph, budget_bytes: int, planner: Planner, op_seconds: Sequence[float]) -> BudgetInfeasible:
-    """Say what the smallest peak is made of."""
-    smallest = planner.smallest_bytes
-    tightest = planner.plan(smallest)
-    found = price(graph, expand(graph, tightest.regions), op_seconds)
-    causes = sorted(found.peak_by_cause.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{cause.replace('_', ' ')} {format_bytes(size)}" for cause, size in causes)
-    return BudgetInfeasible(
-        f"No plan for {graph.model} fits into {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest budget "
-        f"that does is {format_bytes(smallest)} ({smallest} bytes): {parts} at {found.peak_at}. "
-        "Raise the budget, or use a smaller batch, a lower precision or an optimizer with less state.",
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-    )
-
-
-def _make_plan(
-    graph: StepGraph,
-    specs: Sequence[RegionSpec],
-    budget_bytes: int,
-    smallest_bytes: int,
-    op_seconds: Sequence[float],
-    target: Target,
-    objective: Objective,
-    bound: float,
-) -> Plan:
-    plain = price(graph, expand(graph), op_seconds)
-    planned = price(graph, expand(graph, specs), op_seconds)
-    return Plan(
-        regions=describe_all(graph, specs),
-        budget_bytes=budget_bytes,
-        plain=_prediction(plain),
-        planned=_prediction(planned),
-        smallest_bytes=smallest_bytes,
-        static_bytes=graph.static_bytes,
-        model=graph.model,
-        model_signature=graph.model_signature,
-        input_signature=graph.input_signature,
-        optimizer=graph.optimizer,
-        precision=graph.precision,
-        accumulate=graph.accumulate,
-        target=target.name,
-        objective=objective,
-        bound=bound,
-        versions={"autoremat": _version(), "torch": torch.__version__},
-    )
-
-
-def _prediction(found: MemoryProfile) -> Prediction:
-    return Prediction(
-        peak_bytes=found.peak_bytes,
-        peak_by_cause=dict(found.peak_by_cause),
-        peak_at=found.peak_at,
-        flops=found.flops,
-        seconds=found.step_s,
-    )
-
-
-def _version() -> str:
-    try:
-        return version("autoremat")
-    except PackageNotFoundError:
-        return "0"

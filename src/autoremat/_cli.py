@@ -85,8 +85,46 @@ def plan(
             accumulate=accumulate,
         )
     if output is not None:
-        _save(made, output)
+        _write(made.to_json(), output, what="plan")
     _print_plan(made, json=json, output=output)
+
+
+@app.command()
+def frontier(
+    model: ModelArgument,
+    *,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    points: Annotated[int, typer.Option(min=2, help="Most plans to find.")] = 64,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    objective: ObjectiveOption = None,
+    accumulate: AccumulateOption = 1,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the curve here, as JSON.")] = None,  # noqa: UP045
+    json: JsonOption = False,
+) -> None:
+    """Find the least slowdown for every budget, from the smallest possible peak to no checkpointing."""
+    with _progress(quiet=json) as report:
+        report(f"Building {model}", 0.0)
+        built = _load(model, batch=batch, seq=seq, precision=precision, fake=True)
+        from autoremat._api import frontier as find_frontier
+
+        curve = find_frontier(
+            built.model,
+            built.batch,
+            loss=built.loss,
+            num_points=points,
+            progress=report,
+            target=target,
+            precision=_autocast(precision),
+            optimizer=_optimizer(optimizer),
+            objective=objective,
+            accumulate=accumulate,
+        )
+    if output is not None:
+        _write(curve.to_json() + "\n", output, what="frontier")
+    _print(curve.to_json() if json else _tables.frontier_table(curve), json=json)
 
 
 @app.command()
@@ -251,11 +289,11 @@ def _read_or_make(
     return _make_plan(built, report, budget=resolved, precision=_autocast(precision), **options)
 
 
-def _save(made: Plan, output: Path) -> None:
+def _write(text: str, output: Path, *, what: str) -> None:
     try:
-        made.save(output)
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"Cannot write the plan to {output}: {error.strerror}.") from error
+        raise UsageError(f"Cannot write the {what} to {output}: {error.strerror}.") from error
 
 
 def _print_plan(made: Plan, *, json: bool, output: Path | None) -> None:

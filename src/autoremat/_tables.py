@@ -9,11 +9,14 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
+from autoremat._frontier import Frontier
 from autoremat._plan import Plan, Prediction, Region
 from autoremat._results import UsageReport, VerifyReport
 from autoremat._targets import Target
 from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
 
+MAX_POINTS = 24
+"""How many points a table of a `Frontier` lists."""
 MAX_DIFFERENCES = 20
 """How many differences a table of `VerifyReport` lists."""
 
@@ -77,6 +80,33 @@ def region_rows(regions: Iterable[Region]) -> list[tuple[str, int, int, str]]:
         (_common(general, [region.path for region in found]), len(found), num_bytes, outputs)
         for (general, num_bytes, outputs), found in groups.items()
     ]
+
+
+def frontier_table(curve: Frontier) -> Table:
+    """Points of a frontier: peak, what it is of the plain one, overhead, and how far it can be from the best.
+
+    Args:
+        curve: Of any length; `MAX_POINTS` of it are shown, spread evenly.
+    """
+    title = ", ".join(part for part in (curve.model, f"{len(curve.points)} plans", f"on {curve.target}") if part)
+    table = Table(title=title, title_justify="left", title_style="bold")
+    what = "time" if curve.objective == "time" else "FLOPs"
+    for name in ("peak", "of plain*", "extra FLOPs", "extra time", f"least {what}**", "regions"):
+        table.add_column(name, justify="right")
+    last = len(curve.points) - 1
+    shown = min(MAX_POINTS, len(curve.points))
+    for row in sorted({last * i // max(1, shown - 1) for i in range(shown)}):
+        point = curve.points[row]
+        table.add_row(
+            format_bytes(point.peak_bytes),
+            f"{curve.share(point.peak_bytes):.3f}",
+            f"+{format_percent(point.overhead_flops)}",
+            f"+{format_percent(point.overhead_s)}",
+            f"+{format_percent(point.bound)}",
+            str(point.num_regions),
+        )
+    table.caption = "* above what is static; ** proved: no schedule within that peak costs less"
+    return table
 
 
 def verify_table(report: VerifyReport) -> Table:

@@ -1,15 +1,19 @@
-"""The planner: the cheapest regions that keep a whole step within a budget.
+"""The planner: the cheapest regions that keep a whole step within a budget, for every budget.
 
-The chain problem is solved for the budget, the regions are priced by the ledger, and where the two differ the limit
-is corrected and solved again: the peak that is promised is always the ledger's.
+All plans of a step are one binary tree of budgets between the smallest possible and the plain peak. The plan at a
+budget in the middle of a cell is solved for, priced by the ledger and corrected until the two agree (the peak that is
+promised is the ledger's); it is never dearer than the plan at the lower end of the cell, and one that is cheaper than
+the plan at the upper end is left out. A plan depends on the cells around it alone, so more budget never costs more, the
+same budget gives the same plan, and both hold however many budgets were asked for before.
 
-Deterministic: equal inputs give equal solutions. Known limits: those of `_segments` and `_chain`.
+Known limits: those of `_segments` and `_chain`.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
@@ -22,6 +26,9 @@ MAX_ROUNDS = 5
 """How often the limit is corrected by what the ledger says."""
 SLACK_SHARE = 0.002
 """Budget left over that is not worth another round, as a share of what plans can change."""
+
+DEPTH = 10
+"""Cells are halved this often: budgets that differ by less than 1 / 1024 of what plans can change are the same."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
 
@@ -50,7 +57,34 @@ class Solution:
 class _Priced:
     regions: tuple[RegionSpec, ...]
     cost: float
+    weight: float
+    """Cost plus a little for moved bytes: tells apart what costs the same."""
     peak_bytes: int
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Lower is cheaper."""
+        return self.cost, self.weight
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Cell:
+    """Budgets between two for which plans are known: positions on the scale of `Planner._budget_at`."""
+
+    low: int
+    high: int
+    lower: _Priced = field(compare=False)
+    upper: _Priced = field(compare=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another plan may lie between the two."""
+        return self.high - self.low > 1 and self.lower.regions != self.upper.regions
+
+    @property
+    def area(self) -> float:
+        """How much is unknown: the rectangle between the two plans."""
+        return (self.upper.peak_bytes - self.lower.peak_bytes) * (self.lower.cost - self.upper.cost)
 
 
 class Planner:
@@ -66,7 +100,8 @@ class Planner:
         self._bound = Bound(facts, op_cost)
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
-        self.plain_bytes = self._priced((), 0.0).peak_bytes
+        self._nodes: dict[int, _Priced] = {}
+        self.plain_bytes = self._priced((), 0.0, 0.0).peak_bytes
         self._smallest = self._find_smallest()
 
     @property
@@ -74,16 +109,16 @@ class Planner:
         """Smallest budget that can be met, bytes."""
         return self._smallest.peak_bytes
 
-    def _priced(self, regions: tuple[RegionSpec, ...], cost: float) -> _Priced:
+    def _priced(self, regions: tuple[RegionSpec, ...], cost: float, weight: float) -> _Priced:
         if regions not in self._known:
-            self._known[regions] = _Priced(regions, cost, self._price(regions))
+            self._known[regions] = _Priced(regions, cost, weight, self._price(regions))
         return self._known[regions]
 
     def _solve(self, limit_bytes: int) -> _Priced | None:
         choice = solve_chain(self._problem.chain, limit_bytes)
         if choice is None:
             return None
-        return self._priced(self._problem.regions(choice), self._problem.cost(choice))
+        return self._priced(self._problem.regions(choice), self._problem.cost(choice), choice.cost)
 
     def _find_smallest(self) -> _Priced:
         """The plan for the smallest limit of the chain, as the ledger prices it, or a lower one found on the way."""
@@ -103,9 +138,53 @@ class Planner:
         """
         if budget_bytes < self._smallest.peak_bytes:
             return self._solution(self._smallest, budget_bytes)
-        if self.plain_bytes <= budget_bytes:
-            return self._solution(self._known[()], budget_bytes)
-        best = self._smallest
+        cell = self._root()
+        while cell.upper.peak_bytes > budget_bytes and cell.is_open:
+            lower, upper = self._halve(cell)
+            cell = upper if self._budget_at(upper.low) <= budget_bytes else lower
+        best = cell.upper if cell.upper.peak_bytes <= budget_bytes else cell.lower
+        return self._solution(best, budget_bytes)
+
+    def frontier(self, num_points: int = 32) -> list[Solution]:
+        """Solutions from the smallest peak to no recompute, none beaten by another in both peak and cost.
+
+        Args:
+            num_points: Most solutions to find. Cells between solutions that are far apart are halved first.
+        """
+        found = {self._smallest.regions: self._smallest, (): self._known[()]}
+        queue = [(0.0, self._root())]
+        while queue and len(found) < num_points:
+            _, cell = heapq.heappop(queue)
+            if cell.is_open and cell.area > 0:
+                for half in self._halve(cell):
+                    found.setdefault(half.lower.regions, half.lower)
+                    heapq.heappush(queue, (-half.area, half))
+        curve: list[Solution] = []
+        for known in sorted(found.values(), key=lambda p: (p.peak_bytes, p.cost)):
+            if not curve or known.cost < curve[-1].cost:
+                curve.append(self._solution(known, known.peak_bytes))
+        return curve
+
+    def _root(self) -> _Cell:
+        return _Cell(0, 2**DEPTH, self._smallest, self._known[()])
+
+    def _budget_at(self, position: int) -> int:
+        low, high = self._smallest.peak_bytes, self.plain_bytes
+        return low + ((high - low) * position >> DEPTH)
+
+    def _halve(self, cell: _Cell) -> tuple[_Cell, _Cell]:
+        """Find the plan at the middle of a cell."""
+        middle = (cell.low + cell.high) // 2
+        if middle not in self._nodes:
+            self._nodes[middle] = self._between(cell, self._budget_at(middle))
+        found = self._nodes[middle]
+        return _Cell(cell.low, middle, cell.lower, found), _Cell(middle, cell.high, found, cell.upper)
+
+    def _between(self, cell: _Cell, budget_bytes: int) -> _Priced:
+        """The cheapest plan found for a budget inside a cell, between the costs at its ends."""
+        if cell.upper.peak_bytes <= budget_bytes:
+            return cell.upper
+        best = cell.lower
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
         limit = budget_bytes
         tried = set()
@@ -115,26 +194,12 @@ class Planner:
                 break
             tried.add(found.regions)
             if found.peak_bytes <= budget_bytes:
-                best = min(best, found, key=lambda p: (p.cost, p.peak_bytes))
-                if found.cost == 0 or budget_bytes - found.peak_bytes <= slack:
+                if found.rank >= cell.upper.rank:
+                    best = min(best, found, key=lambda p: (p.rank, p.peak_bytes))
+                if found.rank <= cell.upper.rank or budget_bytes - found.peak_bytes <= slack:
                     break
             limit += budget_bytes - found.peak_bytes
-        return self._solution(best, budget_bytes)
-
-    def frontier(self, num_points: int = 32) -> list[Solution]:
-        """Solutions from the smallest peak to no recompute, none beaten by another in both peak and cost.
-
-        Args:
-            num_points: How many budgets to solve for, evenly spaced.
-        """
-        low, high = self.smallest_bytes, self.plain_bytes
-        for point in range(num_points):
-            self.plan(low + (high - low) * point // max(1, num_points - 1))
-        curve: list[Solution] = []
-        for known in sorted(self._known.values(), key=lambda p: (p.peak_bytes, p.cost)):
-            if not curve or known.cost < curve[-1].cost:
-                curve.append(self._solution(known, known.peak_bytes))
-        return curve
+        return best
 
     def _solution(self, priced: _Priced, budget_bytes: int) -> Solution:
         return Solution(

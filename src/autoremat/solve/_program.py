@@ -89,6 +89,7 @@ class Program:
 
     def optimum(self, limit_bytes: int) -> float:
         """Least cost within a limit, as a share of the cost of all units (tie break included)."""
+        self._highs.clearSolver()  # so that the last digits do not depend on what was solved before
         self._run(limit_bytes)
         return float(self._highs.getObjectiveValue()) / _SCALE
 
