@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import nn
+from torch.amp import GradScaler
 
 from autoremat._build_graph import trace as trace_step
 from autoremat._cost import step_seconds
 from autoremat._errors import UsageError
 from autoremat._frontier import MIN_POINTS, Frontier
 from autoremat._ledger import expand, price
-from autoremat._model_states import OptimizerFactory
+from autoremat._model_states import EmaFactory, OptimizerFactory
 from autoremat._plan import Plan
 from autoremat._planning import Objective, Planning, choose_objective, find_target
 from autoremat._regions import resolve
@@ -35,6 +36,8 @@ def trace(
     gradients: Literal["fresh", "kept"] = "fresh",
     accumulate: int = 1,
     precision: str | None = None,
+    scaler: bool | GradScaler = False,
+    ema: bool | EmaFactory = False,
     target: str | Target | None = None,
     fake: bool = True,
 ) -> StepGraph:
@@ -52,6 +55,9 @@ def trace(
         accumulate: Micro-steps in an optimizer step.
         precision: "bf16", "fp16" or "fp32" casts parameters and floating inputs; "amp-bf16" and "amp-fp16" are
             autocast; None is the model's own.
+        scaler: True for a `torch.amp.GradScaler` around the step, or one that says how.
+        ema: True for a running average of the parameters (`torch.optim.swa_utils.AveragedModel`), or a function that
+            makes one from the model: a module with ``update_parameters(model)``.
         target: Device to record the kernels of: the model's own if None.
         fake: Trace on fake tensors. False runs the step for real on a copy of the model, for code that reads values of
             activations (``.item()``, ``.nonzero()``); it takes the memory of weights and activations, and a copy.
@@ -79,6 +85,8 @@ def trace(
         gradients=gradients,
         accumulate=accumulate,
         precision=precision,
+        scaler=scaler,
+        ema=ema,
         device_kind=device_kind,
         fake=fake,
     )

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import GradScaler
 from torch.utils._pytree import tree_iter, tree_map
 
 from autoremat._capture import Recorder, Recording
 from autoremat._device_ops import CudaOps
 from autoremat._errors import AutorematError, TraceError, UsageError
-from autoremat._fake import fake_copy, is_fake
-from autoremat._model_states import OptimizerFactory, optimizer_factory, optimizer_name, state_tensors
+from autoremat._fake import fake_copies, fake_copy, is_fake
+from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory, optimizer_name
 from autoremat._random import preserved_random_state
 from autoremat._signature import model_signature
 from autoremat._step import Batch, LossFunction, Precision, check_batch, describe_batch, run_step
@@ -37,6 +38,8 @@ def trace(
     gradients: str = "fresh",
     accumulate: int = 1,
     precision: str | None = None,
+    scaler: bool | GradScaler = False,
+    ema: bool | EmaFactory = False,
     device_kind: str | None = None,
     fake: bool = True,
 ) -> StepGraph:
@@ -54,6 +57,8 @@ def trace(
         gradients: "fresh" (set to None between steps: they appear in backward) or "kept" (they exist all along).
         accumulate: Micro-steps in an optimizer step.
         precision: One of `PRECISIONS`, or None for the model's own.
+        scaler: Whether a `torch.amp.GradScaler` scales the loss, or one that says how.
+        ema: Whether a running average of the parameters is kept, or a function that makes it from the model.
         device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
         fake: Run on fake tensors; False runs on real copies, for models whose code reads values of activations.
 
@@ -75,7 +80,9 @@ def trace(
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}: an optimizer step has at least one micro-step.")
     casting = Precision.parse(precision)
-    factory_of = optimizer_factory(optimizer, device_kind=device_kind or _device_kind(model))
+    states = StatesFactory.parse(
+        optimizer, scaler=scaler, ema=ema, precision=precision, device_kind=device_kind or _device_kind(model)
+    )
     check_batch(model, batch)
     if device_kind == "cuda" and not fake and _device_kind(model) != "cuda":
         raise UsageError(
@@ -90,7 +97,7 @@ def trace(
             batch,
             mode,
             loss=loss,
-            factory=factory_of,
+            states=states,
             keep_gradients=gradients == "kept",
             micro_steps=min(accumulate, _TRACED_MICRO_STEPS),
             precision=casting,
@@ -105,6 +112,7 @@ def trace(
         accumulate=accumulate,
         device_kind=kind,
         optimizer=optimizer_name(optimizer),
+        around=states.describe(),
         precision=precision or "",
         rng_state_bytes=CPU_RNG_STATE_BYTES if kind == "cpu" else 0,
     )
@@ -136,17 +144,17 @@ def _record(
     mode: FakeTensorMode | None,
     *,
     loss: LossFunction | None,
-    factory: OptimizerFactory | None,
+    states: StatesFactory,
     keep_gradients: bool,
     micro_steps: int,
     precision: Precision,
     as_cuda: bool,
 ) -> Recorder:
     parameters = [p for p in twin.parameters() if p.requires_grad]
-    optimizer = _warm_optimizer(factory, parameters, mode) if factory is not None else None
+    around = _warm_states(states, twin, parameters, mode)
     names = {p: name for name, p in twin.named_parameters()}
     recorder = Recorder(mode, device_kind="cuda" if as_cuda else parameters[0].device.type if parameters else "cpu")
-    _register_states(recorder, twin, batch, optimizer)
+    _register_states(recorder, twin, batch, around)
     if keep_gradients:
         _make_gradients(parameters, mode)
         for p in parameters:
@@ -177,7 +185,7 @@ def _record(
             twin,
             batch,
             loss=loss,
-            optimizer=optimizer,
+            states=around,
             precision=precision,
             accumulate=micro_steps,
             on_micro_step=on_micro_step,
@@ -188,9 +196,7 @@ def _record(
     return recorder
 
 
-def _register_states(
-    recorder: Recorder, twin: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None
-) -> None:
+def _register_states(recorder: Recorder, twin: nn.Module, batch: Batch, states: States) -> None:
     for name, parameter in twin.named_parameters():
         recorder.register(parameter, "parameter", name)
     for name, buffer in twin.named_buffers():
@@ -198,10 +204,8 @@ def _register_states(
     for value in tree_iter(batch):
         if isinstance(value, torch.Tensor):
             recorder.register(value, "input")
-    if optimizer is not None:
-        names: dict[torch.Tensor, str] = {p: name for name, p in twin.named_parameters()}
-        for owner, key, tensor in state_tensors(optimizer):
-            recorder.register(tensor, "optimizer_state", f"{names.get(owner, key)}.{key}")
+    for cause, name, tensor in states.tensors(twin):
+        recorder.register(tensor, cause, name)
 
 
 def _grad(parameter: nn.Parameter) -> torch.Tensor:
@@ -215,20 +219,23 @@ def _make_gradients(parameters: list[nn.Parameter], mode: FakeTensorMode | None)
             p.grad = torch.zeros_like(p)
 
 
-def _warm_optimizer(
-    factory: OptimizerFactory, parameters: list[nn.Parameter], mode: FakeTensorMode | None
-) -> torch.optim.Optimizer:
-    """An optimizer that has stepped once, so that its state exists."""
-    optimizer = factory(parameters)
+def _warm_states(
+    factory: StatesFactory, twin: nn.Module, parameters: list[nn.Parameter], mode: FakeTensorMode | None
+) -> States:
+    """What is around the model after one step, so that it has all that it keeps."""
+    with contextlib.nullcontext() if mode is None else fake_copies(twin):
+        states = factory.build(twin)
     _make_gradients(parameters, mode)
+    if states.scaler is not None:
+        states.scaler.scale(torch.zeros(()))
     warm_up = Recorder(mode)  # for its answers to optimizers that read values; what it writes down is dropped
     warm_up.recording.phase = "optimizer"
     with warm_up:
-        optimizer.step()
+        states.end_step(twin)
     warm_up.close()
     for parameter in parameters:  # also those that the optimizer left out
         parameter.grad = None
-    return optimizer
+    return states
 
 
 @contextlib.contextmanager

@@ -93,6 +93,32 @@ def fake_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> tuple[nn
     return twin, mode
 
 
+@contextlib.contextmanager
+def fake_copies(twin: nn.Module) -> Iterator[None]:
+    """While inside, ``copy.deepcopy`` of a fake model makes another one: tensors without data cannot copy themselves.
+
+    Example:
+        >>> twin, _ = fake_copy(nn.Linear(2, 2))
+        >>> with fake_copies(twin):
+        ...     copied = copy.deepcopy(twin)
+        >>> is_fake(copied) and copied.weight is not twin.weight
+        True
+    """
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        del twin.__dict__["__deepcopy__"]
+        try:
+            return fake_copy(twin)[0]
+        finally:
+            twin.__dict__["__deepcopy__"] = copied
+
+    twin.__dict__["__deepcopy__"] = copied
+    try:
+        yield
+    finally:
+        del twin.__dict__["__deepcopy__"]
+
+
 def _mode_of(model: nn.Module) -> FakeTensorMode:
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):

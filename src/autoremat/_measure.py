@@ -14,18 +14,19 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_iter
 
 from autoremat._errors import TraceError
 from autoremat._fake import is_fake
-from autoremat._model_states import OptimizerFactory, optimizer_factory, state_tensors
+from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory
 from autoremat._plan import Plan
 from autoremat._results import MeasuredStep, UsageReport
 from autoremat._state import preserved
@@ -44,6 +45,8 @@ def measure(
     optimizer: str | OptimizerFactory | None = "adamw",
     precision: str | None = None,
     accumulate: int = 1,
+    scaler: bool | GradScaler = False,
+    ema: bool | EmaFactory = False,
     num_steps: int = 3,
     plain: bool = True,
     progress: Progress | None = None,
@@ -58,6 +61,8 @@ def measure(
         optimizer: As for `trace`; its state exists before the measured steps.
         precision: As for `trace`; casts are the caller's business, autocast is applied.
         accumulate: Micro-steps in an optimizer step.
+        scaler: As for `trace`; True starts at a scale of 1, so that no step is left out.
+        ema: As for `trace`.
         num_steps: Timed steps of each kind; their median counts.
         plain: Whether to measure the plain step too.
         progress: Called with a label and a fraction done.
@@ -75,13 +80,13 @@ def measure(
         )
     check_batch(model, batch)
     step = _Step(model, batch, loss, Precision.parse(precision), accumulate)
+    factory = StatesFactory.parse(optimizer, scaler=scaler, ema=ema, precision=precision, device_kind=step.device.type)
     kinds: list[Plan | None] = [None] if plain or plan is None else []
     kinds += [plan] if plan is not None else []
     report = progress or (lambda label, fraction: None)
     with preserved(model):
         model.train()
-        factory = optimizer_factory(optimizer, device_kind=step.device.type)
-        step.optimizer = factory([p for p in model.parameters() if p.requires_grad]) if factory else None
+        step.states = factory.build(model)
         results = _run(step, kinds, num_steps, report)
     measured_plain = results[0] if kinds[0] is None else None
     return UsageReport(
@@ -103,7 +108,7 @@ class _Step:
     loss: LossFunction | None
     precision: Precision
     accumulate: int
-    optimizer: torch.optim.Optimizer | None = None
+    states: States = field(default_factory=States)
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +119,7 @@ class _Step:
             self.model,
             self.batch,
             loss=self.loss,
-            optimizer=self.optimizer,
+            states=self.states,
             precision=self.precision,
             accumulate=self.accumulate,
         )
@@ -127,8 +132,7 @@ class _Step:
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield from (x for x in tree_iter(self.batch) if isinstance(x, Tensor))
-        if self.optimizer is not None:
-            yield from (tensor for _, _, tensor in state_tensors(self.optimizer))
+        yield from (tensor for _, _, tensor in self.states.tensors(self.model))
 
 
 def _run(step: _Step, kinds: list[Plan | None], num_steps: int, report: Progress) -> list[MeasuredStep]:

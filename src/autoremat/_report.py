@@ -228,14 +228,16 @@ _STYLE = """
   --page: #fcfcfb; --card: #f3f3f0; --text: #1c1e21; --muted: #666b73; --grid: #e3e3de;
   --budget: #c2312b; --plain: #8a8f98; --planned: #1f6fd1;
   --cause-parameter: #33465e; --cause-optimizer-state: #5d7796; --cause-gradient: #93a9c2; --cause-buffer: #b9a87f;
-  --cause-input: #d9cfb4; --cause-activation: #e08a2e; --cause-temporary: #f3c98b;
+  --cause-input: #d9cfb4; --cause-activation: #e08a2e; --cause-temporary: #f3c98b; --cause-ema: #7a68a6;
+  --cause-communication: #6fa287;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #15171a; --card: #1f2226; --text: #e8e9ea; --muted: #9a9fa8; --grid: #2e3238;
     --budget: #ff6b61; --plain: #8f959e; --planned: #62a8ff;
     --cause-parameter: #3f5877; --cause-optimizer-state: #6485ad; --cause-gradient: #94b0d0; --cause-buffer: #8d7f5c;
-    --cause-input: #b8aa82; --cause-activation: #e8963c; --cause-temporary: #f5cd92;
+    --cause-input: #b8aa82; --cause-activation: #e8963c; --cause-temporary: #f5cd92; --cause-ema: #9483c4;
+    --cause-communication: #7fb89b;
   }
 }
 * { box-sizing: border-box; }

@@ -168,6 +168,7 @@ class VerifyReport(JsonResult):
         loss: Loss of the plain run.
         planned_loss: Loss of the planned run.
         num_recomputed_regions: How many regions were recomputed in the planned run.
+        num_skipped_steps: Optimizer steps that the gradient scaler left out after an overflow, in either run.
     """
 
     equal: bool
@@ -176,6 +177,7 @@ class VerifyReport(JsonResult):
     loss: float
     planned_loss: float
     num_recomputed_regions: int
+    num_skipped_steps: int = 0
 
     def __repr__(self) -> str:
         compared = ", ".join(f"{count} {kind}" for kind, count in self.num_compared.items())

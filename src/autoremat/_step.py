@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from autoremat._errors import BatchError, LossError, UsageError
+from autoremat._model_states import States
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 LossFunction = Callable[[Any], Tensor]
@@ -166,7 +167,7 @@ def run_step(
     batch: Batch,
     *,
     loss: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    states: States | None = None,
     precision: Precision = Precision(),
     accumulate: int = 1,
     on_micro_step: Callable[[int], None] | None = None,
@@ -178,7 +179,7 @@ def run_step(
         model: In training mode, on its device.
         batch: The same batch for every micro-step.
         loss: As for `find_loss`.
-        optimizer: Stepped at the end if given.
+        states: What stands around the model: the optimizer is stepped at the end.
         precision: Autocast to use; casting is the caller's business.
         accumulate: Number of micro-steps; the loss is divided by it.
         on_micro_step: Called with its number before each micro-step.
@@ -197,10 +198,11 @@ def run_step(
             value = find_loss(model(*args, **kwargs), loss, model)
         if accumulate > 1:
             value = value / accumulate
-        value.backward()
+        scaled = value if states is None or states.scaler is None else states.scaler.scale(value)
+        scaled.backward()
         value = value.detach()
     if before_optimizer is not None:
         before_optimizer()
-    if optimizer is not None:
-        optimizer.step()
+    if states is not None:
+        states.end_step(model)
     return value

@@ -16,13 +16,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
-Cause = Literal["parameter", "buffer", "input", "gradient", "optimizer_state", "activation", "temporary"]
+Cause = Literal[
+    "parameter",
+    "buffer",
+    "input",
+    "gradient",
+    "optimizer_state",
+    "ema",
+    "communication",
+    "activation",
+    "temporary",
+]
 CAUSES: tuple[Cause, ...] = (
     "parameter",
     "optimizer_state",
+    "ema",
     "gradient",
     "buffer",
     "input",
+    "communication",
     "activation",
     "temporary",
 )
@@ -153,6 +165,7 @@ class StepGraph:
         device_kind: "cpu" or "cuda": whose kernels the ops stand for.
         optimizer: Name of the optimizer, "" for none.
         precision: As given to ``trace``, "" for the model's own.
+        around: What else stands around the model, in words: "scaler, ema"; "" for nothing.
         rng_state_bytes: Device bytes of one stashed random state.
         hidden_bytes: Bytes that autograd keeps where no hook sees them: Python numbers made into tensors. Counted as
             alive all through the step; in truth each goes when its backward op has run.
@@ -169,6 +182,7 @@ class StepGraph:
     device_kind: str = "cpu"
     optimizer: str = ""
     precision: str = ""
+    around: str = ""
     rng_state_bytes: int = 0
     hidden_bytes: int = 0
 

@@ -121,6 +121,8 @@ def verify_table(report: VerifyReport) -> Table:
         different = sum(difference.kind == kind for difference in report.differences)
         table.add_row(f"{count} x {kind}", "", f"{different} differ" if different else "equal")
     table.add_row("regions recomputed", "", str(report.num_recomputed_regions))
+    if report.num_skipped_steps:
+        table.add_row("steps left out after an overflow", str(report.num_skipped_steps), str(report.num_skipped_steps))
     for difference in report.differences[:MAX_DIFFERENCES]:
         table.add_row(f"{difference.kind}: {difference.name}", difference.plain, difference.planned, style="red")
     return table

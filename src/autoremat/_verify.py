@@ -1,7 +1,9 @@
 """Prove that a plan changes nothing: the same step plain and planned, compared bit for bit.
 
 Compared: loss, every parameter's gradient (None included), gradients of inputs that require them, buffers, tensors that
-are plain attributes, and random state after the step. The model is left as it was.
+are plain attributes, and random state after the step. With an optimizer also the parameters after its step and what it
+keeps; with a gradient scaler a step at a scale that makes gradients overflow comes first, and then steps until one is
+not left out. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -12,16 +14,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils._pytree import tree_iter
 
 from autoremat._errors import RecomputeError, TraceError
 from autoremat._fake import is_fake
+from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory
 from autoremat._plan import Plan
 from autoremat._random import RandomState
 from autoremat._results import Difference, VerifyReport
 from autoremat._state import plain_tensors, preserved
 from autoremat._step import Batch, LossFunction, Precision, check_batch, run_step
 from autoremat.runtime import apply
+
+OVERFLOWING_SCALE = 2.0**127
+"""The largest power of two in float32: a gradient of a loss scaled by it overflows unless it is tiny or zero."""
+MAX_BACKOFFS = 24
+"""Steps after which a scaler that halves has come from its usual 2**16 down to where nothing overflows."""
 
 
 def verify(
@@ -32,9 +41,12 @@ def verify(
     loss: LossFunction | None = None,
     precision: str | None = None,
     accumulate: int = 1,
+    optimizer: str | OptimizerFactory | None = None,
+    scaler: bool | GradScaler = False,
+    ema: bool | EmaFactory = False,
     seed: int = 0,
 ) -> VerifyReport:
-    """Run forward and backward plain and planned from the same state, and compare everything bit for bit.
+    """Run a step plain and planned from the same state, and compare everything bit for bit.
 
     Args:
         model: With real parameters; put back as it was afterwards.
@@ -43,6 +55,9 @@ def verify(
         loss: As for `trace`.
         precision: As for `trace`; autocast is applied, casts are the caller's business.
         accumulate: Number of micro-steps.
+        optimizer: As for `trace`; None runs forward and backward alone.
+        scaler: As for `trace`. The step that overflows is compared too, and has to be left out in both runs.
+        ema: As for `trace`.
         seed: Seed of torch's random numbers for both runs.
 
     Returns:
@@ -65,19 +80,22 @@ def verify(
             f"{type(model).__name__} has no weights in memory, so it cannot run. Build it without fake_weights()."
         )
     check_batch(model, batch)
-    casting = Precision.parse(precision)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    factory = StatesFactory.parse(optimizer, scaler=scaler, ema=ema, precision=precision, device_kind=device)
+    step = _Step(model, batch, loss, Precision.parse(precision), accumulate, seed)
     runs = []
     executed = 0
     error: Difference | None = None
     for planned in (False, True):
         with preserved(model):
             model.train()
+            states = factory.build(model)
             if not planned:
-                runs.append(_run(model, batch, loss, casting, accumulate, seed))
+                runs.append(step.run(states))
                 continue
             with apply(model, plan, check="always") as applied:
                 try:
-                    runs.append(_run(model, batch, loss, casting, accumulate, seed))
+                    runs.append(step.run(states))
                 except RecomputeError as refusal:
                     error = Difference("error", type(refusal).__name__, "runs", str(refusal))
                 executed = sum(region.num_recomputes for region in applied.executed)
@@ -90,6 +108,7 @@ def verify(
         loss=plain.loss,
         planned_loss=runs[-1].loss if error is None else float("nan"),
         num_recomputed_regions=executed,
+        num_skipped_steps=plain.num_skipped_steps,
     )
 
 
@@ -100,27 +119,79 @@ class _Run:
     loss: float
     values: dict[tuple[str, str], Tensor | None]
     random: RandomState
+    num_skipped_steps: int
 
 
-def _run(
-    model: nn.Module, batch: Batch, loss: LossFunction | None, precision: Precision, accumulate: int, seed: int
-) -> _Run:
-    torch.manual_seed(seed)
-    inputs = [x for x in tree_iter(batch) if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
-    before = [x.grad for x in inputs]
-    for x in inputs:
-        x.grad = None
-    try:
-        value = run_step(model, batch, loss=loss, precision=precision, accumulate=accumulate)
-        values: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): value}
-        values.update({("gradient", n): _copy(p.grad) for n, p in model.named_parameters()})
-        values.update({("buffer", n): _copy(b) for n, b in model.named_buffers()})
-        values.update({("attribute", n): _copy(t) for n, t in plain_tensors(model).items()})
-        values.update({("input gradient", str(i)): _copy(x.grad) for i, x in enumerate(inputs)})
-    finally:
-        for x, gradient in zip(inputs, before, strict=True):
-            x.grad = gradient
-    return _Run(float(value), values, RandomState.now())
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Everything needed to run a step again."""
+
+    model: nn.Module
+    batch: Batch
+    loss: LossFunction | None
+    precision: Precision
+    accumulate: int
+    seed: int
+
+    def run(self, states: States) -> _Run:
+        """Run a step, after one that overflows where a scaler is to be seen doing its work."""
+        torch.manual_seed(self.seed)
+        inputs = [x for x in tree_iter(self.batch) if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+        before = [x.grad for x in inputs]
+        values: dict[tuple[str, str], Tensor | None] = {}
+        num_skipped = 0
+        try:
+            if states.scaler is not None:
+                usual = states.scaler.get_scale()
+                states.scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
+                states.scaler.update(OVERFLOWING_SCALE)
+                num_skipped += self._run_scaled(states.scaler, states, inputs, values, prefix="overflow: ")
+                states.scaler.update(usual)
+                for _ in range(MAX_BACKOFFS):
+                    if not self._run_scaled(states.scaler, states, inputs, values):
+                        break
+                    num_skipped += 1
+            else:
+                self._run_once(states, inputs, values)
+        finally:
+            for x, gradient in zip(inputs, before, strict=True):
+                x.grad = gradient
+        loss = values["loss", "loss"]
+        assert loss is not None
+        return _Run(float(loss), values, RandomState.now(), num_skipped)
+
+    def _run_scaled(
+        self,
+        scaler: GradScaler,
+        states: States,
+        inputs: list[Tensor],
+        values: dict[tuple[str, str], Tensor | None],
+        prefix: str = "",
+    ) -> bool:
+        """Run one step; whether its optimizer step was left out: then, and only then, the scale goes down."""
+        scale = scaler.get_scale()
+        self._run_once(states, inputs, values, prefix)
+        return scaler.get_scale() < scale
+
+    def _run_once(
+        self, states: States, inputs: list[Tensor], values: dict[tuple[str, str], Tensor | None], prefix: str = ""
+    ) -> None:
+        """Run one step and note everything that it leaves behind."""
+        model = self.model
+        for x in (*inputs, *model.parameters()):
+            x.grad = None
+        value = run_step(
+            model, self.batch, loss=self.loss, states=states, precision=self.precision, accumulate=self.accumulate
+        )
+        values["loss", f"{prefix}loss"] = value
+        values.update({("gradient", prefix + n): _copy(p.grad) for n, p in model.named_parameters()})
+        values.update({("buffer", prefix + n): _copy(b) for n, b in model.named_buffers()})
+        values.update({("attribute", prefix + n): _copy(t) for n, t in plain_tensors(model).items()})
+        values.update({("input gradient", f"{prefix}{i}"): _copy(x.grad) for i, x in enumerate(inputs)})
+        if states.optimizer is not None:
+            values.update({("parameter", prefix + n): _copy(p) for n, p in model.named_parameters()})
+        for cause, name, tensor in states.tensors(model):
+            values[cause.replace("_", " "), prefix + name] = _copy(tensor)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
