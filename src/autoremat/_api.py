@@ -71,6 +71,7 @@ def trace(
         TraceError: If the step cannot be traced.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
         >>> graph = trace(model, torch.ones(4, 16), loss=lambda y: y.mean())
         >>> graph.flops > 0
@@ -125,6 +126,7 @@ def plan(
         BudgetInfeasible: If no plan fits; carries the smallest budget that does.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
         >>> found = plan(model, torch.ones(512, 64), budget="1GiB", loss=lambda y: y.sum())
         >>> len(found.regions)
@@ -173,6 +175,7 @@ def frontier(
         UsageError: If an option is out of range.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
         >>> curve = frontier(model, torch.ones(512, 64), loss=lambda y: y.sum())
         >>> curve.points[0].overhead_flops > curve.points[-1].overhead_flops == 0
@@ -211,6 +214,7 @@ def profile(
         PlanMismatch: If the plan names what the step does not run.
 
     Example:
+        >>> import torch
         >>> graph = trace(nn.Linear(8, 8), torch.ones(2, 8), loss=lambda y: y.sum())
         >>> profile(graph).peak_by_cause["parameter"]
         288
