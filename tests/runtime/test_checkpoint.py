@@ -51,8 +51,8 @@ def test_same_gradients_and_random_numbers(net):
     assert_equal_grads(net, torch.randn(3, 4))
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_either_kind_is_this_one(use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_not_reentrant_unless_asked_for(use_reentrant):
     x = torch.randn(4, requires_grad=True)
     y = ar.checkpoint(lambda t: t.sin().exp(), x, use_reentrant=use_reentrant)
     (g,) = torch.autograd.grad(y.sum(), x)
@@ -123,17 +123,6 @@ def test_gradcheck_and_gradgradcheck():
     run = functools.partial(ar.checkpoint, lambda t: t.sin() * t.exp())
     assert torch.autograd.gradcheck(run, (x,))
     assert torch.autograd.gradgradcheck(run, (x,))
-
-
-def test_retain_graph_recomputes_once():
-    function = count_calls(lambda x: x.sin().exp())
-    x = torch.randn(4, requires_grad=True)
-    y = ar.checkpoint(function, x)
-    y.sum().backward(retain_graph=True)
-    first = x.grad.clone()
-    y.sum().backward()
-    assert torch.equal(x.grad, 2 * first)
-    assert function.calls == 2
 
 
 def test_backward_twice_fails_as_plain():

@@ -104,9 +104,8 @@ def test_debug_lists_the_ops():
     flag[0] = False
     with pytest.raises(RecomputeError) as error:
         y.sum().backward()
-    notes = "\n".join(error.value.__notes__)
-    assert "aten.sin.default" in notes
-    assert "aten.cos.default" in notes
+    assert "aten.sin.default" in str(error.value)
+    assert "aten.cos.default" in str(error.value)
 
 
 def test_an_input_changed_in_place_is_refused_by_name():

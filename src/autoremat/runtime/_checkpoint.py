@@ -4,6 +4,14 @@ The arguments mean what they mean for ``torch.utils.checkpoint.checkpoint(..., u
 (https://docs.pytorch.org/docs/stable/checkpoint.html). Beyond it: modules that the function reaches are recomputed in
 the state that forward saw, and left as they are; Python's and NumPy's random numbers are repeated; a tensor handed
 out twice by ``ctx.saved_tensors`` is the same; a loop variable that the function closes over is the one of its call.
+
+Where it differs from torch on purpose, so that torch's own tests of it do not pass:
+
+- A module's attributes are as forward left them: a call counter counts once (``test_checkpoint_trigger``).
+- ``ctx.saved_tensors`` can be read twice (``test_checkpointing_without_reentrant_custom_function_works``).
+- ``use_reentrant`` need not be given (``test_checkpoint_warns_if_use_reentrant_not_passed_explcitly``).
+- After a backward through a part of the graph that does not keep it, another part is not recomputed again
+  (``test_checkpoint_graph_execution_group`` without a group).
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from autoremat.runtime._frame import enter, leave
 from autoremat.runtime._module_state import ModuleWatch
 from autoremat.runtime._recipe import Learned, Recipe
 
+_torch_checkpoint = torch_checkpoint.checkpoint
 T = TypeVar("T")
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
 
@@ -54,10 +63,11 @@ def checkpoint(
     Args:
         function: What to call.
         *args: Its positional arguments.
-        use_reentrant: For compatibility. What the reentrant kind computes, this one does, without its limits.
+        use_reentrant: True hands the call to torch's reentrant kind, with its limits and without the checks of
+            this one.
         context_fn: Returns two context managers, entered around the call in forward and in recompute.
-        determinism_check: "default" compares shapes and dtypes of recomputed tensors (and, in the first call of a
-            function, their values); "none" compares nothing.
+        determinism_check: "default" compares shapes, dtypes and devices of recomputed tensors (and, in the first call
+            of a function, their values); "none" compares nothing.
         debug: Whether an error lists the ops of forward and recompute.
         early_stop: Whether recompute stops once the last saved tensor is back.
         preserve_rng_state: Whether recompute draws the random numbers that forward drew.
@@ -68,6 +78,7 @@ def checkpoint(
 
     Raises:
         UsageError: For arguments that it does not know.
+        CheckpointError: In backward, if recompute did not do what forward did.
 
     Example:
         >>> x = torch.ones(3, requires_grad=True)
@@ -75,41 +86,79 @@ def checkpoint(
         >>> torch.equal(x.grad, torch.cos(x))
         True
     """
-    if determinism_check not in ("default", "none"):
-        raise UsageError(f"determinism_check is 'default' or 'none', not {determinism_check!r}.")
-    if debug and context_fn is not no_contexts:
-        raise UsageError("debug=True needs context_fn for itself. Give one of the two.")
+    debug = compat.checkpoint_debug_override(debug)
+    _check_arguments(determinism_check, context_fn, debug=debug, use_reentrant=bool(use_reentrant), kwargs=kwargs)
+    if use_reentrant:
+        result: T = _torch_checkpoint(function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state)
+        return result
     if torch.compiler.is_compiling():
-        return torch_checkpoint.checkpoint(  # type: ignore[no-any-return]
-            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
-        )
-    contexts = _log_contexts if debug else context_fn
-    in_forward, in_recompute = contexts()
+        return _compiled(function, args, kwargs, context_fn, preserve_rng_state=preserve_rng_state)
     if not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
-        with in_forward:
-            return function(*args, **kwargs)
+        return function(*args, **kwargs)
+    logs = OpLogs() if debug else None
+    in_forward, in_recompute = context_fn() if logs is None else logs.contexts()
     modules = list(dict.fromkeys(_modules_of(function, args, kwargs)))
     override = compat.early_stop_override()
+    checks = determinism_check == "default" and preserve_rng_state and not _changes_stored_values(in_recompute)
     recipe = Recipe(
         _name(function),
         _watch_of(modules),
-        check="first" if determinism_check == "default" and preserve_rng_state else "never",
+        check="first" if checks else "never",
         preserve_rng_state=preserve_rng_state,
         early_stop=early_stop if override is None else override,
         learned=_learned_about(function, modules),
     )
     recipe.compares_shapes = determinism_check == "default"
-    recipe.error = CheckpointError
-    again = _bound(function, in_recompute)
+    recipe.error = CheckpointError if logs is None else logs.error
     owner = object()
-    enter(recipe, again, owner, args, kwargs)
+    output: Any = owner
+    enter(recipe, _bound(function, in_recompute), owner, args, kwargs)
     try:
         with in_forward:
-            result = function(*args, **kwargs)
+            output = function(*args, **kwargs)
+        if output is owner:
+            raise CheckpointError(
+                f"{recipe.name}: the forward context provided by context_fn suppressed an exception raised during the "
+                "checkpointed forward, so that there is no result to return. Let the context pass it on."
+            )
     except BaseException:
         leave(owner, failed=True)
         raise
     leave(owner)
+    return output  # type: ignore[no-any-return]
+
+
+def _check_arguments(
+    determinism_check: str, context_fn: ContextFn, *, debug: bool, use_reentrant: bool, kwargs: dict[str, Any]
+) -> None:
+    if use_reentrant:
+        if kwargs:
+            raise UsageError(
+                f"Unexpected keyword arguments: {', '.join(kwargs)}. The reentrant kind takes positional ones only; "
+                "use_reentrant=False takes both."
+            )
+        if debug or context_fn is not no_contexts:
+            raise UsageError("context_fn and debug are only supported when use_reentrant=False.")
+    if determinism_check not in ("default", "none"):
+        raise UsageError(f"determinism_check should be one of ['default', 'none'], not {determinism_check!r}.")
+    if debug and context_fn is not no_contexts:
+        raise UsageError("debug=True is incompatible with a context_fn: it needs the contexts for itself.")
+
+
+def _changes_stored_values(context: contextlib.AbstractContextManager[Any]) -> bool:
+    """Whether it is torch's selective context, told to hand stored tensors out even if they were changed since."""
+    return bool(getattr(context, "allow_cache_entry_mutation", False))
+
+
+def _compiled(
+    function: Callable[..., T], args: Any, kwargs: dict[str, Any], context_fn: ContextFn, *, preserve_rng_state: bool
+) -> T:
+    """Under ``torch.compile``: torch's own operator, which the compiler knows; side effects happen in forward only."""
+    if context_fn is not no_contexts:
+        kwargs = {**kwargs, "context_fn": context_fn}
+    found = compat.skip_side_effects_in_recompute(True)
+    result: T = _torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    compat.skip_side_effects_in_recompute(found)
     return result
 
 
@@ -136,8 +185,10 @@ def checkpoint_sequential(
     """
     preserve = kwargs.pop("preserve_rng_state", True)
     if kwargs:
-        raise UsageError(f"checkpoint_sequential does not know {', '.join(sorted(kwargs))}.")
+        raise UsageError(f"Unexpected keyword arguments: checkpoint_sequential does not know {', '.join(kwargs)}.")
     stages = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not 1 <= segments <= len(stages):
+        raise UsageError(f"{len(stages)} functions make 1 to {len(stages)} segments, not {segments}.")
     size = len(stages) // segments
     end = -1
     for start in range(0, size * (segments - 1), size):
@@ -246,17 +297,27 @@ def _run_again(
             cell.cell_contents = found
 
 
-def _log_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    forward, again = compat.OpLog(), compat.OpLog()
+class OpLogs:
+    """The ops of forward and recompute, for ``debug=True``."""
 
-    @contextlib.contextmanager
-    def explained() -> Iterator[None]:
-        try:
-            with again:
-                yield
-        except RecomputeError as error:
-            error.add_note("Ops of forward:\n  " + "\n  ".join(forward.names))
-            error.add_note("Ops of recompute:\n  " + "\n  ".join(again.names))
-            raise
+    def __init__(self) -> None:
+        self.forward, self.recompute = compat.OpLog(), compat.OpLog()
 
-    return forward, explained()
+    def contexts(self) -> tuple[compat.OpLog, compat.OpLog]:
+        """What is entered around forward and recompute."""
+        return self.forward, self.recompute
+
+    def error(self, message: str) -> CheckpointError:
+        """An error that lists the ops."""
+        return CheckpointError(
+            "\n".join(
+                [
+                    message,
+                    "You are seeing this error because you passed `debug=True` to checkpoint, which lists the ops:",
+                    "Ops of forward:",
+                    *(f"  {name}" for name in self.forward.names),
+                    "Ops of recompute:",
+                    *(f"  {name}" for name in self.recompute.names),
+                ]
+            )
+        )

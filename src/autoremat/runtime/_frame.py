@@ -2,11 +2,14 @@
 
 In forward, each tensor that autograd saves inside the region is replaced by an empty `Holder`. The first holder that
 backward opens makes its `Frame` run the region again; that fills all holders, in the order in which forward made
-them, and stops as soon as the last is full. A holder keeps its tensor until autograd releases the holder, so that
-retain_graph, several backwards and double backward see what they would see without a region.
+them, and stops as soon as the last is full. In a plain backward a holder then keeps its tensor until autograd
+releases it, and the frame lets go of its arguments. In one that keeps the graph (retain_graph, create_graph) a holder
+gives its tensor away: the next backward recomputes, and between the two nothing is held. (Then a custom function that
+reads ``ctx.saved_tensors`` twice in one backward has its region recomputed twice.)
 
 A region inside another holds nothing: when the outer one is recomputed, the inner forward runs again, and the inner
-frame takes its arguments and stored outputs from there.
+frame takes its arguments and stored outputs from there. What runs again is a region of its own, the frame's twin, so
+that ``torch.autograd.grad`` inside works in recompute, too; regions inside a twin run inline.
 
 References: autograd -> holder -> frame -> arguments; frame -> holder is weak, so there are no cycles.
 """
@@ -26,7 +29,7 @@ from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._module_state import version_of
-from autoremat.runtime._recipe import CallCounter, Entry, Recipe
+from autoremat.runtime._recipe import Entry, Recipe, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
 from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import tighten
@@ -42,27 +45,47 @@ class StopRecompute(BaseException):
 class Holder:
     """Stands for one saved tensor in autograd's graph."""
 
-    __slots__ = ("__weakref__", "frame", "value", "version")
+    __slots__ = ("__weakref__", "frame", "is_read", "value", "version")
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.value: torch.Tensor | None = None
+        self.is_read = False
         self.version = 0
+
+    def bring_back(self) -> torch.Tensor:
+        """The value, recomputed."""
+        frame = self.frame
+        if self.is_read and frame.group is not None and frame.group is compat.graph_exec_group():
+            raise frame.recipe.error(
+                f"{frame.recipe.name}: Performing two backward calls that overlap is not allowed in a GraphExecGroup. "
+                "Let them need different saved tensors, or leave the group in between."
+            )
+        frame.recompute()
+        if self.value is None:
+            raise RecomputeError(f"{frame.recipe.name}: recompute did not bring a saved tensor back.")
+        return self.value
+
+    def give_away(self) -> None:
+        """Hold the value no longer, where the graph is kept and another backward may recompute it."""
+        self.is_read = True
+        self.value = None
+        if not compat.in_backward():
+            self.frame.forget()
 
 
 def unpack(holder: Holder) -> torch.Tensor:
     """What autograd calls when backward needs a saved tensor."""
     value = holder.value
     if value is None:
-        holder.frame.recompute()
-        value = holder.value
-        if value is None:
-            raise RecomputeError(f"{holder.frame.recipe.name}: recompute did not bring a saved tensor back.")
+        value = holder.bring_back()
     if holder.version != version_of(value):
         raise RecomputeError(
             f"{holder.frame.recipe.name}: one of the variables needed for gradient computation has been modified by an "
             "inplace operation inside the region. Plain autograd refuses this too; write the operation out of place."
         )
+    if holder.frame.is_kept:
+        holder.give_away()
     return value
 
 
@@ -70,8 +93,8 @@ class Frame:
     """One execution of a region in forward, and its recompute."""
 
     __slots__ = (
-        "__weakref__", "changed", "children", "constants", "entry", "expected", "fn", "holders", "is_closed", "is_done",
-        "lock", "parent", "recipe", "store", "sums",
+        "__weakref__", "changed", "children", "constants", "entry", "expected", "fn", "group", "holders", "is_closed",
+        "is_done", "is_inline", "is_kept", "lock", "parent", "recipe", "store", "sums",
     )  # fmt: skip
 
     def __init__(self, recipe: Recipe, fn: Callable[..., Any], parent: Frame | None) -> None:
@@ -81,19 +104,20 @@ class Frame:
         self.entry: Entry | None = None
         self.store: Store | None = None
         self.holders: list[weakref.ref[Holder]] = []
-        self.expected: list[tuple[Any, torch.dtype]] = []
+        self.expected: list[tuple[Any, torch.dtype, torch.device]] = []
         self.sums: list[int | None] | None = None
         self.constants: Collection[int] = ()
         self.changed: set[tuple[int, str]] = set()
         self.children: list[weakref.ref[Frame]] = []
-        self.is_closed = self.is_done = False
+        self.group: object | None = None
+        self.is_closed = self.is_done = self.is_kept = self.is_inline = False
         self.lock = threading.RLock()
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         """What autograd calls in forward for a tensor that it saves."""
         holder = Holder(self)
         self.holders.append(weakref.ref(holder))
-        self.expected.append((tensor.shape, tensor.dtype))
+        self.expected.append((tensor.shape, tensor.dtype, tensor.device))
         if self.sums is not None:
             self.sums.append(checksum(tensor, self.constants))
         return holder
@@ -112,8 +136,31 @@ class Frame:
                 )
             Replay(self).run()
             self.recipe.learned.is_checked = True
-            if self.is_closed:
+            self.is_kept = compat.graph_is_kept()
+            if self.is_kept:
+                self.group = compat.graph_exec_group()
+                if self.group is None:
+                    compat.at_end_of_backward(self.forget)
+            elif self.is_closed:
                 self.release()
+
+    def forget(self) -> None:
+        """At the end of a backward that keeps the graph: let go of what can be recomputed."""
+        with self.lock:
+            if self.is_done:
+                return
+            for holder in self._alive_holders():
+                holder.value = None
+            for child in self.waiting_children(with_entry=True):
+                child.entry = child.store = child.fn = None
+
+    def _alive_holders(self) -> Iterator[Holder]:
+        return (holder for ref in self.holders if (holder := ref()) is not None)
+
+    def waiting_children(self, *, with_entry: bool) -> list[Frame]:
+        """Regions inside this one that are to be recomputed, those that have or lack what they need for it."""
+        children = [child for ref in self.children if (child := ref()) is not None]
+        return [c for c in children if c.is_closed and not c.is_done and (c.entry is not None) is with_entry]
 
     def release(self) -> None:
         """Let go of everything but the holders."""
@@ -123,14 +170,20 @@ class Frame:
 
 
 class Active:
-    """A region whose forward is running, on this thread's stack."""
+    """A region whose forward is running, on this thread's stack.
 
-    __slots__ = ("frame", "has_hooks", "is_rerun", "mode", "owner")
+    Args:
+        frame: This execution; None for a region that runs inline.
+        owner: What `enter` was given.
+        first: In recompute of the region around it, the execution in forward that this one repeats.
+    """
 
-    def __init__(self, frame: Frame | None, owner: object, *, is_rerun: bool = False) -> None:
+    __slots__ = ("first", "frame", "has_hooks", "mode", "owner")
+
+    def __init__(self, frame: Frame | None, owner: object, first: Frame | None = None) -> None:
         self.frame = frame
         self.owner = owner
-        self.is_rerun = is_rerun
+        self.first = first
         self.has_hooks = False
         self.mode: Recorder | None = None
 
@@ -140,6 +193,13 @@ class Active:
             compat.pop_dispatch_mode()
         if self.has_hooks:
             compat.pop_hooks()
+
+    def abandon(self) -> None:
+        """Forward did not get to its end: what it left for recompute is of no use."""
+        if self.frame is not None:
+            self.frame.release()
+        if self.first is not None:
+            self.first.entry = self.first.store = self.first.fn = None
 
 
 class _Stack(threading.local):
@@ -159,7 +219,10 @@ def unwind(depth: int) -> None:
     """Close what an exception left open above this depth."""
     items = _STACK.items
     while len(items) > depth:
-        items.pop().close()
+        item = items.pop()
+        item.close()
+        if isinstance(item, Active) and item.mode is not None:
+            item.abandon()
 
 
 def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -167,8 +230,10 @@ def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any
     items = _STACK.items
     top = items[-1] if items else None
     if isinstance(top, Replay):
-        active = top.next_child(recipe, owner)
-    elif top is not None and (top.is_rerun or top.frame is None):
+        first = top.next_child(recipe)
+        frame = Frame(recipe, fn, None) if first is not None else None
+        active = Active(frame, owner, first)
+    elif top is not None and (top.first is not None or top.frame is None):
         active = Active(None, owner)
     else:
         parent = top.frame if top is not None else None
@@ -181,8 +246,8 @@ def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any
         active = Active(frame, owner)
     if active.frame is not None:
         _start(active, active.frame, fn, args, kwargs)
-    elif isinstance(top, Replay):
-        compat.push_hooks(_drop, unpack)
+    elif isinstance(top, Replay) and not top.is_inline:
+        compat.push_hooks(_keep, _identity)
         active.has_hooks = True
     items.append(active)
     if isinstance(top, Replay) and recipe.table is None:
@@ -191,16 +256,21 @@ def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any
 
 def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     recipe = frame.recipe
-    frame.fn = fn
     frame.entry = entry = Entry(recipe, args, kwargs)
-    if active.is_rerun and entry.modules is not None:
-        entry.modules.changed |= frame.changed
+    first = active.first
+    if first is not None:
+        frame.is_inline = True
+        first.fn, first.entry = fn, entry
+        if entry.modules is not None:
+            entry.modules.changed |= first.changed
     if frame.sums is not None and entry.modules is not None and recipe.watch is not None:
         frame.constants = recipe.watch.addresses(entry.modules)
-    compat.push_hooks(_drop if active.is_rerun else frame.pack, unpack)
+    compat.push_hooks(frame.pack, unpack)
     active.has_hooks = True
     if recipe.table is not None:
         frame.store = Store()
+        if first is not None:
+            first.store = frame.store
         active.mode = Recorder(recipe.table, frame.store)
         compat.push_dispatch_mode(active.mode)
 
@@ -222,7 +292,7 @@ def leave(owner: object, *, failed: bool = False) -> None:
     if frame is None:
         return
     if failed:
-        frame.release()
+        active.abandon()
         return
     _finish(frame, active)
     if items and isinstance(items[-1], Replay):
@@ -235,9 +305,9 @@ def _finish(frame: Frame, active: Active) -> None:
     entry.finish(recipe)
     if frame.store is not None:
         frame.store.seal()
-    if active.is_rerun:
-        return
     frame.is_closed = True
+    if active.first is not None:
+        return
     if not recipe.num_recomputes and recipe.num_calls <= MAX_NOTED_CALLS and frame.parent is None:
         recipe.note(entry, frame.store)
     frame.constants = ()
@@ -259,7 +329,7 @@ class Replay:
         self._child = 0
         alive = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         self._last = alive[-1] if alive else -1
-        self._children_left = sum((child := ref()) is not None and not child.is_done for ref in frame.children)
+        self._children_left = len(frame.waiting_children(with_entry=False))
         self._error: Exception | None = None
         self._mode: Player | None = None
         self._base = 0
@@ -284,7 +354,7 @@ class Replay:
             if entry.modules is not None and recipe.watch is not None:
                 stack.enter_context(recipe.watch.restored(entry.modules, keep=not frame.is_closed))
             if recipe.counters:
-                stack.enter_context(_counting_from(recipe.counters, entry.counts))
+                stack.enter_context(counting_from(recipe.counters, entry.counts))
             tighten(entry.loose, recipe.name, recipe.learned.hold_all)
             self._execute(entry)
         if self._error is not None:
@@ -323,10 +393,11 @@ class Replay:
         self._index = index + 1
         # With its grad_fn, a kept tensor would hold the recomputed graph, and an output its own node.
         if not tensor.is_leaf:
-            tensor = compat.detached(tensor)
+            tensor = compat.detached(tensor) if self._mode is not None else tensor.detach()
         if index < len(frame.holders):
             holder = frame.holders[index]()
-            if frame.expected[index] != (tensor.shape, tensor.dtype) and frame.recipe.compares_shapes:
+            seen = tensor.shape, tensor.dtype, tensor.device
+            if frame.expected[index] != seen and frame.recipe.compares_shapes:
                 self._refuse_shape(index, tensor)
             if holder is not None and holder.value is None:
                 if isinstance(tensor, StandIn):
@@ -357,12 +428,12 @@ class Replay:
             )
 
     def _refuse_shape(self, index: int, tensor: torch.Tensor) -> None:
-        shape, dtype = self._frame.expected[index]
+        shape, dtype, device = self._frame.expected[index]
         self._refuse(
             "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
             f"Saved tensor {index} was {dtype} {list(shape)} in forward and is {tensor.dtype} {list(tensor.shape)} in "
-            "recompute.\nIts forward took another path; make the choice once and pass it in, or take the region out of "
-            "the plan."
+            f"recompute ({device}, {tensor.device}).\nIts forward took another path; make the choice once and pass it "
+            "in, or take the region out of the plan."
         )
 
     def _refuse(self, cause: str) -> None:
@@ -372,19 +443,28 @@ class Replay:
         self._error = self._frame.recipe.error(f"{self._frame.recipe.name}: {cause}")
         raise self._error
 
-    def next_child(self, recipe: Recipe, owner: object) -> Active:
-        """A region inside this one starts: connect it with the frame that forward made."""
+    @property
+    def is_inline(self) -> bool:
+        """Whether regions inside this one are part of it."""
+        return self._frame.is_inline
+
+    def next_child(self, recipe: Recipe) -> Frame | None:
+        """A region inside this one starts: its execution in forward, if that one is yet to be recomputed."""
         frame, index = self._frame, self._child
         self._child = index + 1
+        if frame.is_inline:
+            return None
         if index >= len(frame.children):
+            if not frame.is_closed:
+                return None
             self._refuse(f"{recipe.name} runs in recompute, not in forward. Take one of them out of the plan.")
         child = frame.children[index]()
-        if child is None or child.is_done:
-            return Active(None, owner, is_rerun=True)
+        if child is None or child.is_done or not child.is_closed:
+            return None
         if child.recipe.name != recipe.name:
             self._refuse(f"{recipe.name} runs where {child.recipe.name} ran in forward. Its forward took another path.")
-        self._children_left -= 1
-        return Active(child, owner, is_rerun=True)
+        self._children_left -= child.entry is None
+        return child
 
     def _check_complete(self) -> None:
         frame = self._frame
@@ -397,41 +477,20 @@ class Replay:
     def _refuse_number(self) -> None:
         # Torch's words are part of the message: code and tests match on them.
         num_saved = len(self._frame.holders)
+        more = ": trying to save more tensors during recomputation than during the original forward pass"
         self._refuse(
-            "A different number of tensors was saved during the original forward and recomputation.\n"
+            "A different number of tensors was saved during the original forward and recomputation"
+            f"{more if self._index > num_saved else ''}.\n"
             f"Number of tensors saved during forward: {num_saved}\n"
             f"Number of tensors saved during recomputation: {self._index}.\n"
             "Its forward took another path; make the choice once and pass it in, or take the region out of the plan."
         )
 
 
-@contextlib.contextmanager
-def _counting_from(counters: list[CallCounter], counts: list[int]) -> Iterator[None]:
-    found = [counter.read_count() for counter in counters]
-    for counter, count in zip(counters, counts, strict=True):
-        counter.write_count(count)
-    try:
-        yield
-    finally:
-        for counter, count in zip(counters, found, strict=True):
-            counter.write_count(count)
-
-
 def _identity(tensor: Any) -> Any:
     return tensor
 
 
-def _drop(_tensor: torch.Tensor) -> Holder:
-    """What autograd calls in an inner region while the outer one is recomputed: the real holders exist already."""
-    return _NO_HOLDER
-
-
-class _NoFrame(Frame):
-    def recompute(self) -> None:
-        raise RecomputeError(
-            f"{self.recipe.name}: torch.autograd.grad inside nested regions is not supported. "
-            "Take the inner region out of the plan."
-        )
-
-
-_NO_HOLDER = Holder(_NoFrame(Recipe("A region inside another", None), _identity, None))
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd calls in an inner region that is not recomputed, while the outer one is."""
+    return tensor if tensor.is_leaf else tensor.detach()

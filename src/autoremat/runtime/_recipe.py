@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,19 @@ class CallCounter(Protocol):
         """Go on counting from here."""
 
 
+@contextlib.contextmanager
+def counting_from(counters: list[CallCounter], counts: list[int]) -> Iterator[None]:
+    """Run with the counters set to these counts, and put back what they were."""
+    found = [counter.read_count() for counter in counters]
+    for counter, count in zip(counters, counts, strict=True):
+        counter.write_count(count)
+    try:
+        yield
+    finally:
+        for counter, count in zip(counters, found, strict=True):
+            counter.write_count(count)
+
+
 class Recipe:
     """What all executions of a region have in common.
 
@@ -67,7 +82,7 @@ class Recipe:
         early_stop: Whether recompute stops once the last saved tensor is back.
         counters: Call counters of regions inside this one that are for single calls.
         compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
-        error: What to raise if recompute comes out differently.
+        error: Makes what to raise if recompute comes out differently, from a message.
         num_calls: Executions in forward.
         num_recomputes: Executions in backward.
         num_ops_run: Ops that ran in recompute; counted in selective regions only.
@@ -102,7 +117,7 @@ class Recipe:
         self.early_stop = early_stop
         self.compares_shapes = True
         self.counters: list[CallCounter] = []
-        self.error: type[RecomputeError] = RecomputeError
+        self.error: Callable[[str], RecomputeError] = RecomputeError
         self.learned = learned if learned is not None else Learned()
         self.reset_counts()
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch._C._autograd import (
+    # Whether a backward keeps the graph decides what is worth holding; no public reader.
+    _get_current_graph_task_keep_graph,
     # The public saved_tensors_hooks does the same at three times the cost; freed by a faster context manager.
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -26,21 +28,29 @@ __all__ = [
     "DefaultHook",
     "OpLog",
     "alias",
+    "at_end_of_backward",
+    "checkpoint_debug_override",
     "detached",
     "dispatch_modes_active",
     "early_stop_override",
     "function_modes",
+    "graph_exec_group",
+    "graph_is_kept",
     "has_no_data",
+    "in_backward",
     "pop_dispatch_mode",
     "pop_hooks",
     "push_dispatch_mode",
     "push_hooks",
     "replace_function_modes",
+    "runs_while_tracing",
     "sdpa_flags",
+    "skip_side_effects_in_recompute",
     "transforms_or_tracing_active",
     "unobserved",
 ]
 
+T = TypeVar("T")
 DefaultHook = Callable[[Any], Any]
 
 push_hooks: Callable[[DefaultHook, DefaultHook], None] = _push_saved_tensors_default_hooks
@@ -74,6 +84,25 @@ def replace_function_modes(modes: tuple[Any, ...]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
+graph_is_kept: Callable[[], bool] = _get_current_graph_task_keep_graph
+"""Whether the running backward leaves the graph for another one; True outside any."""
+
+_current_backward: Callable[[], int] = torch._C._current_graph_task_id
+graph_exec_group: Callable[[], object | None] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+"""The ``torch.utils.checkpoint.GraphExecGroup`` that we are in; its public side has no reader."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward. No public test."""
+    return _current_backward() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call this when the running backward is over; do nothing outside one. No public hook."""
+    if in_backward():
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 _KeyGuard = torch._C._SetExcludeDispatchKeyGuard
 _VERSION_KEY = torch._C.DispatchKey.ADInplaceOrView
 
@@ -105,6 +134,33 @@ def unobserved() -> Iterator[None]:
 def early_stop_override() -> bool | None:
     """What ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, None outside it. It has no public reader."""
     return torch.utils.checkpoint._enable_checkpoint_early_stop
+
+
+def checkpoint_debug_override(debug: bool) -> bool:
+    """What ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` says, or else this. It has no public reader."""
+    override: bool | None = torch.utils.checkpoint._checkpoint_debug_enabled
+    return debug if override is None else override
+
+
+def runs_while_tracing(function: Callable[..., T]) -> Callable[..., T]:
+    """Make the compiler call this for real when it traces a call, and put the result into the code.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports the compiler (1.5 seconds) to set one attribute.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@runs_while_tracing
+def skip_side_effects_in_recompute(skip: bool) -> bool:
+    """Whether a checkpoint being compiled may change attributes in forward: those changes are not repeated.
+
+    Runs while the compiler traces; the compiler's setting has no public home. Returns what it was.
+    """
+    config: Any = torch._dynamo.config
+    found: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = skip
+    return found
 
 
 class OpLog(TorchDispatchMode):
