@@ -77,7 +77,8 @@ def run(monkeypatch, capsys):
 
 
 OPTIONS = {
-    "plan": "--accumulate --batch --budget --json --objective --optimizer --output --precision --seq --target -o model",
+    "plan": "--accumulate --allocator --batch --budget --budget-is --json --objective --optimizer --output --precision "
+    "--seq --target -o model",
     "frontier": "--accumulate --batch --json --objective --optimizer --output --points --precision --seq --target -o "
     "model",
     "verify": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",

@@ -142,7 +142,7 @@ def _text(table) -> str:
 def test_the_plan_table():
     text = _text(_tables.plan_table(synthetic.plan()))
     assert "BertForMaskedLM, adamw, on rtx3090-24g" in text
-    assert re.search(r"peak +│ +27.3 GiB │ +7.31 GiB", text)
+    assert re.search(r"peak allocated +│ +27.3 GiB │ +7.31 GiB", text)
     assert re.search(r"budget 12.0 GiB +│ +too small by 15.3 GiB │ +fits, 4.69 GiB free", text)
     assert "11.00 TFLOP (+10.0 %)" in text
     assert re.search(r"least FLOPs \(proved\) .*\+9.0 %, 1.0 % away", text)

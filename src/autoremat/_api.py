@@ -8,14 +8,22 @@ from typing import Any, Literal
 from torch import nn
 from torch.amp import GradScaler
 
+from autoremat._allocator_settings import AllocatorSettings
 from autoremat._build_graph import trace as trace_step
 from autoremat._cost import step_seconds
 from autoremat._errors import UsageError
 from autoremat._frontier import MIN_POINTS, Frontier
-from autoremat._ledger import expand, price
 from autoremat._model_states import EmaFactory, OptimizerFactory
 from autoremat._plan import Plan
-from autoremat._planning import Objective, Planning, choose_objective, find_target
+from autoremat._planning import (
+    BudgetKind,
+    Objective,
+    Planning,
+    choose_objective,
+    find_target,
+    price_step,
+    read_allocator,
+)
 from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
 from autoremat._results import MemoryProfile
@@ -99,8 +107,10 @@ def plan(
     *,
     budget: int | str | None = None,
     activation_memory_budget: float | None = None,
+    budget_is: BudgetKind = "allocated",
     objective: Objective | None = None,
     target: str | Target | None = None,
+    allocator: str | AllocatorSettings | None = None,
     progress: Progress | None = None,
     **trace_options: Any,
 ) -> Plan:
@@ -112,9 +122,12 @@ def plan(
         budget: Bytes for the whole step, parameters, gradients and optimizer state included: an int or "24GiB".
         activation_memory_budget: Instead of ``budget``: a share, 0 to 1, of what the plain step's peak has above its
             static bytes.
+        budget_is: Whether the budget holds for "allocated" bytes (those of living tensors) or for "reserved" ones:
+            what the CUDA caching allocator takes from the device for them, cache and fragments included.
         objective: Least predicted "time" on the target, or least "flops" (exact, elementwise work is free). None means
             time where the device is known (a target is named, or the model is on a GPU), else FLOPs.
         target: Name of a target, a `Target`, or None for the model's own device.
+        allocator: Settings of the caching allocator as in ``PYTORCH_ALLOC_CONF``; None for torch's defaults.
         progress: Called with a label and a fraction done.
         **trace_options: As for `trace`, with a model.
 
@@ -134,15 +147,20 @@ def plan(
     """
     report = progress or (lambda label, fraction: None)
     _check_objective(objective)
+    if budget_is not in ("allocated", "reserved"):
+        raise UsageError(f"budget_is={budget_is!r}: use 'allocated' or 'reserved'.")
+    settings = read_allocator(allocator)
     budget_of = _budget_reader(budget, activation_memory_budget)
     report("tracing the step", 0.0)
     graph = _graph(model, batch, target, trace_options)
     report("solving blocks", 0.5)
-    planning = Planning(
-        graph, find_target(model, target, graph.device_kind), choose_objective(graph, target, objective)
-    )
+    device = find_target(model, target, graph.device_kind)
+    if budget_is == "reserved" and device.device_kind != "cuda":
+        raise UsageError("Only a CUDA device has a caching allocator: leave budget_is='allocated', or name a target=.")
+    planning = Planning(graph, device, choose_objective(graph, target, objective), settings)
     report("choosing regions", 0.8)
-    made = planning.plan(budget_of(planning.planner.plain_bytes, graph.static_bytes))
+    make = planning.plan if budget_is == "allocated" else planning.plan_reserved
+    made = make(budget_of(planning.planner.plain_bytes, graph.static_bytes))
     report("done", 1.0)
     return made
 
@@ -198,14 +216,19 @@ def frontier(
 
 
 def profile(
-    graph: StepGraph, plan: Plan | Sequence[RegionSpec] | None = None, *, target: str | Target | None = None
+    graph: StepGraph,
+    plan: Plan | Sequence[RegionSpec] | None = None,
+    *,
+    target: str | Target | None = None,
+    allocator: str | AllocatorSettings | None = None,
 ) -> MemoryProfile:
-    """Live bytes by cause over a step, plain or planned.
+    """Live bytes by cause over a step, plain or planned, and on a CUDA device what is reserved for them.
 
     Args:
         graph: A step that `trace` returned.
         plan: A plan for it; None for the plain step.
         target: Device whose speed gives the times; the graph's own kind if None.
+        allocator: As for `plan`.
 
     Returns:
         The profile.
@@ -220,7 +243,8 @@ def profile(
         288
     """
     specs = resolve(graph, plan) if isinstance(plan, Plan) else list(plan or ())
-    return price(graph, expand(graph, specs), step_seconds(graph, find_target(None, target, graph.device_kind)))
+    device = find_target(None, target, graph.device_kind)
+    return price_step(graph, specs, step_seconds(graph, device), device, read_allocator(allocator))
 
 
 def _graph(

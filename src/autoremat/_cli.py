@@ -48,6 +48,14 @@ ObjectiveOption = Annotated[
     Optional[Literal["time", "flops"]],  # noqa: UP045 - as above
     typer.Option(help="What to minimise; by default time with --target, FLOPs without."),
 ]
+BudgetIsOption = Annotated[
+    Literal["allocated", "reserved"],
+    typer.Option(help="Whether the budget is for living tensors or for all that the CUDA caching allocator takes."),
+]
+AllocatorOption = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option(help="Settings of the caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True."),
+]
 AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-steps in an optimizer step.")]
 PlanOption = Annotated[Optional[Path], typer.Option("--plan", help="A plan file; without it one is made.")]  # noqa: UP045
 OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the plan here.")]  # noqa: UP045
@@ -66,6 +74,8 @@ def plan(
     optimizer: OptimizerOption = "adamw",
     objective: ObjectiveOption = None,
     accumulate: AccumulateOption = 1,
+    budget_is: BudgetIsOption = "allocated",
+    allocator: AllocatorOption = None,
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -83,6 +93,8 @@ def plan(
             optimizer=_optimizer(optimizer),
             objective=objective,
             accumulate=accumulate,
+            budget_is=budget_is,
+            allocator=allocator,
         )
     if output is not None:
         _write(made.to_json(), output, what="plan")

@@ -93,6 +93,7 @@ class Prediction:
         peak_at: Where the peak is: phase, module and op.
         flops: Floating point operations of the step, recomputation included.
         seconds: Predicted step time on the target, from the cost model.
+        reserved_bytes: What the caching allocator reserves for the step on a CUDA device; None where there is none.
     """
 
     peak_bytes: int
@@ -100,6 +101,12 @@ class Prediction:
     peak_at: str
     flops: int
     seconds: float
+    reserved_bytes: int | None = None
+
+    @property
+    def fragmentation_bytes(self) -> int | None:
+        """Reserved less allocated bytes, at their peaks; None where nothing is reserved."""
+        return None if self.reserved_bytes is None else self.reserved_bytes - self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -109,6 +116,7 @@ class Plan:
     Attributes:
         regions: Disjoint regions, in order of first execution.
         budget_bytes: Budget for the whole step, bytes; None for a plan written by hand.
+        budget_is: Whether the budget holds for "allocated" or for "reserved" bytes.
         plain: The step without the plan.
         planned: The step with it.
         smallest_bytes: Smallest budget that the planner can reach for this step.
@@ -147,6 +155,7 @@ class Plan:
     target: str = ""
     objective: Literal["time", "flops"] = "flops"
     bound: float | None = None
+    budget_is: Literal["allocated", "reserved"] = "allocated"
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     schema_version: Literal[1] = SCHEMA_VERSION
 

@@ -5,6 +5,7 @@ A `Planning` is made once for a step, a target and an objective, and then answer
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from autoremat._allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
 from autoremat._cost import step_seconds
 from autoremat._errors import BudgetInfeasible, UsageError
 from autoremat._frontier import Frontier, FrontierPoint
@@ -19,7 +21,8 @@ from autoremat._ledger import expand, peak_bytes, price
 from autoremat._plan import Plan, Prediction
 from autoremat._regions import describe_all
 from autoremat._replay import RegionSpec
-from autoremat._results import MemoryProfile
+from autoremat._reserved import reserved
+from autoremat._results import AllocatorUsage, MemoryProfile
 from autoremat._schedule import Action
 from autoremat._step_graph import StepGraph
 from autoremat._targets import Target, find_by_title, get_target
@@ -27,6 +30,9 @@ from autoremat._units import format_bytes
 from autoremat.solve import Planner, Solution
 
 Objective = Literal["time", "flops"]
+BudgetKind = Literal["allocated", "reserved"]
+_RESERVED_ROUNDS = 4
+"""How often a plan whose reserved bytes exceed the budget is made again with less."""
 
 
 class Planning:
@@ -36,10 +42,14 @@ class Planning:
         graph: The step.
         target: Device that times are predicted for.
         objective: What is minimised.
+        settings: Of the caching allocator, on a CUDA target.
     """
 
-    def __init__(self, graph: StepGraph, target: Target, objective: Objective) -> None:
+    def __init__(
+        self, graph: StepGraph, target: Target, objective: Objective, settings: AllocatorSettings = DEFAULT_SETTINGS
+    ) -> None:
         self.graph = graph
+        self.settings = settings
         self.target = target
         self.objective = objective
         self.op_seconds = step_seconds(graph, target)
@@ -66,6 +76,35 @@ class Planning:
         if solution.peak_bytes > budget_bytes:
             raise self._infeasible(budget_bytes)
         return self.make_plan(solution.regions, budget_bytes, solution.bound / self.total_cost)
+
+    def plan_reserved(self, budget_bytes: int) -> Plan:
+        """The plan for a budget of reserved bytes: the limit on allocated ones is tightened until those are within it.
+
+        The bound is that of the budget itself: whoever reserves no more than it allocates no more than it.
+
+        Raises:
+            BudgetInfeasible: If even the plan with the least allocated bytes reserves too much.
+        """
+        smallest, limit = self.planner.smallest_bytes, budget_bytes
+        solution = self.planner.plan(limit)
+        bound = solution.bound / self.total_cost
+        for rounds_left in range(_RESERVED_ROUNDS, -1, -1):
+            usage = reserve_step(self.graph, solution.regions, self.target, self.settings)
+            excess = usage.reserved_bytes - budget_bytes
+            if excess <= 0:
+                return self.make_plan(solution.regions, budget_bytes, bound, budget_is="reserved")
+            if limit <= smallest:
+                break
+            limit = max(smallest, min(limit, solution.peak_bytes) - excess) if rounds_left > 1 else smallest
+            solution = self.planner.plan(limit)
+        raise BudgetInfeasible(
+            f"No plan for {self.graph.model} was found that reserves at most {format_bytes(budget_bytes)} "
+            f"({budget_bytes} bytes): the smallest allocates {format_bytes(usage.allocated_bytes)} and reserves "
+            f"{format_bytes(usage.reserved_bytes)} ({usage.reserved_bytes} bytes). Raise the budget, or try "
+            "allocator='expandable_segments:True', which fragments less.",
+            budget_bytes=budget_bytes,
+            smallest_bytes=usage.reserved_bytes,
+        )
 
     def frontier(self, num_points: int) -> Frontier:
         """Plans for all budgets."""
@@ -106,17 +145,26 @@ class Planning:
             smallest_bytes=smallest,
         )
 
-    def make_plan(self, specs: Sequence[RegionSpec], budget_bytes: int | None, bound: float | None) -> Plan:
+    def make_plan(
+        self,
+        specs: Sequence[RegionSpec],
+        budget_bytes: int | None,
+        bound: float | None,
+        *,
+        budget_is: BudgetKind = "allocated",
+    ) -> Plan:
         """Write regions as a plan.
 
         Args:
             specs: Regions of the step.
             budget_bytes: What they are for, if anything.
             bound: Least overhead of any plan within it.
+            budget_is: Which bytes the budget is for.
         """
         graph = self.graph
-        plain = price(graph, expand(graph), self.op_seconds)
-        planned = price(graph, expand(graph, specs), self.op_seconds)
+        plain, planned = (
+            price_step(graph, chosen, self.op_seconds, self.target, self.settings) for chosen in ((), specs)
+        )
         return Plan(
             regions=describe_all(graph, specs),
             budget_bytes=budget_bytes,
@@ -133,8 +181,37 @@ class Planning:
             target=self.target.name,
             objective=self.objective,
             bound=bound,
+            budget_is=budget_is,
             versions={"autoremat": _version(), "torch": torch.__version__},
         )
+
+
+def price_step(
+    graph: StepGraph,
+    specs: Sequence[RegionSpec],
+    op_seconds: Sequence[float],
+    target: Target,
+    settings: AllocatorSettings,
+) -> MemoryProfile:
+    """The profile of a step with these regions; on a CUDA target with what the caching allocator reserves for it."""
+    found = price(graph, expand(graph, specs), op_seconds)
+    if target.device_kind != "cuda":
+        return found
+    return dataclasses.replace(found, allocator=reserve_step(graph, specs, target, settings))
+
+
+def reserve_step(
+    graph: StepGraph, specs: Sequence[RegionSpec], target: Target, settings: AllocatorSettings
+) -> AllocatorUsage:
+    """What the caching allocator takes for a step with these regions."""
+    return reserved(graph, expand(graph, specs), settings, blas_workspace_bytes=target.blas_workspace_bytes)
+
+
+def read_allocator(allocator: str | AllocatorSettings | None) -> AllocatorSettings:
+    """Settings as given, or read from text; torch's defaults for None."""
+    if allocator is None:
+        return DEFAULT_SETTINGS
+    return AllocatorSettings.parse(allocator) if isinstance(allocator, str) else allocator
 
 
 def find_target(model: nn.Module | StepGraph | None, target: str | Target | None, device_kind: str = "cpu") -> Target:
@@ -174,6 +251,7 @@ def _prediction(found: MemoryProfile) -> Prediction:
         peak_at=found.peak_at,
         flops=found.flops,
         seconds=found.step_s,
+        reserved_bytes=None if found.allocator is None else found.allocator.reserved_bytes,
     )
 
 

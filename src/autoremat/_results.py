@@ -47,44 +47,6 @@ class LiveItem(JsonResult):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryProfile(JsonResult):
-    """Live bytes over one step, as a schedule predicts them (allocated, not reserved).
-
-    Points are taken where memory is highest: while an op runs, after its outputs are allocated.
-
-    Attributes:
-        peak_bytes: Largest live bytes.
-        peak_by_cause: The same by cause; sums to `peak_bytes`.
-        peak_point: Index of the peak among the points.
-        peak_at: Where that is, in words: phase, module and op.
-        static_bytes: Bytes that are there before the step and stay through it.
-        seconds: Predicted time of each point since the start of the step.
-        by_cause: Live bytes by cause at each point.
-        phases: Name of each phase and the index of its first point.
-        alive_at_peak: What is alive at the peak, largest first.
-        recomputed_flops: FLOPs of recomputation.
-        flops: FLOPs of the step, recomputation included.
-        step_s: Predicted step time.
-    """
-
-    peak_bytes: int
-    peak_by_cause: dict[str, int]
-    peak_point: int
-    peak_at: str
-    static_bytes: int
-    seconds: tuple[float, ...]
-    by_cause: dict[str, tuple[int, ...]]
-    phases: tuple[tuple[str, int], ...]
-    alive_at_peak: tuple[LiveItem, ...]
-    recomputed_flops: int
-    flops: int
-    step_s: float
-
-    def __repr__(self) -> str:
-        return f"<MemoryProfile: peak {format_bytes(self.peak_bytes)} at {self.peak_at}>"
-
-
-@dataclass(frozen=True, slots=True)
 class OutOfMemory(JsonResult):
     """The request that an allocator could not serve.
 
@@ -138,6 +100,47 @@ class AllocatorUsage(JsonResult):
         reserved, allocated = format_bytes(self.reserved_bytes), format_bytes(self.allocated_bytes)
         failed = "" if self.out_of_memory is None else "; out of memory"
         return f"<AllocatorUsage: reserved {reserved} for {allocated} allocated{failed}>"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile(JsonResult):
+    """Live bytes over one step, as a schedule predicts them: allocated, and on a CUDA device what that makes reserved.
+
+    Points are taken where memory is highest: while an op runs, after its outputs are allocated.
+
+    Attributes:
+        peak_bytes: Largest live bytes.
+        peak_by_cause: The same by cause; sums to `peak_bytes`.
+        peak_point: Index of the peak among the points.
+        peak_at: Where that is, in words: phase, module and op.
+        static_bytes: Bytes that are there before the step and stay through it.
+        seconds: Predicted time of each point since the start of the step.
+        by_cause: Live bytes by cause at each point.
+        phases: Name of each phase and the index of its first point.
+        alive_at_peak: What is alive at the peak, largest first.
+        recomputed_flops: FLOPs of recomputation.
+        flops: FLOPs of the step, recomputation included.
+        step_s: Predicted step time.
+        allocator: What the caching allocator reserves for it; None on a CPU, which has none.
+    """
+
+    peak_bytes: int
+    peak_by_cause: dict[str, int]
+    peak_point: int
+    peak_at: str
+    static_bytes: int
+    seconds: tuple[float, ...]
+    by_cause: dict[str, tuple[int, ...]]
+    phases: tuple[tuple[str, int], ...]
+    alive_at_peak: tuple[LiveItem, ...]
+    recomputed_flops: int
+    flops: int
+    step_s: float
+    allocator: AllocatorUsage | None = None
+
+    def __repr__(self) -> str:
+        reserved = "" if self.allocator is None else f", reserved {format_bytes(self.allocator.reserved_bytes)}"
+        return f"<MemoryProfile: peak allocated {format_bytes(self.peak_bytes)} at {self.peak_at}{reserved}>"
 
 
 @dataclass(frozen=True, slots=True)

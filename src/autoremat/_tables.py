@@ -34,14 +34,19 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("plain", justify="right", overflow="fold")
     table.add_column("planned", justify="right", style="bold", overflow="fold")
     plain, planned = plan.plain, plan.planned
-    table.add_row("peak", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes))
+    table.add_row("peak allocated", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes))
     for cause in plain.peak_by_cause | planned.peak_by_cause:
         pair = [plain.peak_by_cause.get(cause, 0), planned.peak_by_cause.get(cause, 0)]
         if any(pair):
             table.add_row(f"  {cause.replace('_', ' ')}", *(format_bytes(value) for value in pair), style="dim")
+    if plain.reserved_bytes is not None and planned.reserved_bytes is not None:
+        table.add_row("peak reserved", format_bytes(plain.reserved_bytes), format_bytes(planned.reserved_bytes))
+        fragments = (plain.fragmentation_bytes or 0, planned.fragmentation_bytes or 0)
+        table.add_row("  beyond allocated", *(format_bytes(value) for value in fragments), style="dim")
     if plan.budget_bytes is not None:
-        budget = plan.budget_bytes
-        table.add_row(f"budget {format_bytes(budget)}", _margin(plain, budget), _margin(planned, budget))
+        of = " reserved" if plan.budget_is == "reserved" else ""
+        margins = (_margin(prediction, plan) for prediction in (plain, planned))
+        table.add_row(f"budget {format_bytes(plan.budget_bytes)}{of}", *margins)
     table.add_section()
     table.add_row("FLOPs", format_flops(plain.flops), _with_overhead(format_flops(planned.flops), plan.overhead_flops))
     seconds = format_seconds(planned.seconds)
@@ -171,8 +176,9 @@ def _plan_title(plan: Plan) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _margin(prediction: Prediction, budget: int) -> Text:
-    left = budget - prediction.peak_bytes
+def _margin(prediction: Prediction, plan: Plan) -> Text:
+    used = prediction.reserved_bytes if plan.budget_is == "reserved" else prediction.peak_bytes
+    left = (plan.budget_bytes or 0) - (used or 0)
     if left < 0:
         return Text(f"too small by {format_bytes(-left)}", style="red")
     return Text(f"fits, {format_bytes(left)} free", style="green")

@@ -42,6 +42,7 @@ class Target:
         launch_s: Least time that an op takes, seconds.
         device_kind: Whose kernels run: "cuda" (also for AMD, as in torch) or "cpu".
         source: Where the figures are from.
+        blas_workspace_bytes: Workspace that torch gives each thread's cuBLAS handle by default, for good.
         random_number_s: Time that drawing a random number takes beyond its op's memory traffic, seconds; a CPU's
             generator is serial.
     """
@@ -55,6 +56,7 @@ class Target:
     launch_s: float
     device_kind: Literal["cuda", "cpu"]
     source: str
+    blas_workspace_bytes: int = 0
     random_number_s: float = 0.0
 
     @property
@@ -134,6 +136,7 @@ def _gpu(name: str, title: str, mib: int, tera: tuple[float, float, float], gb_p
         launch_s=GPU_LAUNCH_S,
         device_kind="cuda",
         source=_SOURCES[name],
+        blas_workspace_bytes=_BLAS_WORKSPACE_BYTES.get(name, 8_519_680),
     )
 
 
@@ -181,6 +184,10 @@ _SOURCES = {
     "b300-288g": "NVIDIA HGX B300 datasheet",
     "mi355x-288g": "AMD Instinct MI355X data sheet",
 }
+_BLAS_WORKSPACE_BYTES = dict.fromkeys(
+    ("rtx5090-32g", "mi250x-64g", "h100-80g", "h200-141g", "b200-180g", "b300-288g"), 32 * 2**20
+) | dict.fromkeys(("mi300x-192g", "mi325x-256g", "mi355x-288g"), 128 * 2**20)
+"""Where it is not ``:4096:2:16:8``: ``parseChosenWorkspaceSize`` in torch 2.13's ``CublasHandlePool.cpp``."""
 _TARGETS = {
     target.name: target
     for target in sorted(
