@@ -214,8 +214,11 @@ def test_a_compiled_model_runs_plain():
     x = torch.ones(1, 4)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     applied = ar.apply(model, Plan((Region("0"), Region("1"))))
-    compiled = torch.compile(model, backend="aot_eager")
-    grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="Sequential is compiled with a plan") as caught:
+        grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+    compiled(torch.ones(2, 4))
+    assert sum("with a plan" in str(warning.message) for warning in caught) == 1
     assert all(torch.equal(a, b) for a, b in zip(expected, grads, strict=True))
     assert sum(r.num_calls for r in applied.executed) == 0
 

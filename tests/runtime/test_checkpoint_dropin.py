@@ -317,7 +317,8 @@ def test_a_context_that_swallows_an_exception_is_refused():
     contexts = (contextlib.suppress(ValueError), contextlib.nullcontext())
     with pytest.raises(RuntimeError, match="suppressed an exception raised during the checkpointed forward"):
         ar.checkpoint(fails, leaf(), context_fn=lambda: contexts)
-    assert "Holder" not in repr(leaf().exp().grad_fn._raw_saved_result.data)
+    y = leaf().exp()
+    assert isinstance(y.grad_fn._raw_saved_result.data, torch.Tensor)
 
 
 def test_contexts_are_not_entered_without_gradients():

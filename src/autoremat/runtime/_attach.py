@@ -3,13 +3,15 @@
 Everything hangs on module hooks: state_dict keys, ``repr`` and ``forward`` stay as they are. The hooks are two
 module-level functions that look their region up by module, so that a pickled or deep-copied model is simply plain.
 
-Known limits: a KeyboardInterrupt in the middle of forward leaves the region open until the model runs again; under
-``torch.compile`` and ``torch.func`` transforms regions run plain.
+Known limits: a KeyboardInterrupt in the middle of forward leaves the region open as long as its traceback is held (in a
+notebook, until the model runs again); under ``torch.compile``, with a warning, and under ``torch.func`` transforms
+regions run plain.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import Plan, Region
 from autoremat._signature import model_signature
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import active_regions, enter, leave, unwind
+from autoremat.runtime._frame import Active, active_regions, close_through, enter, leave, unwind
 from autoremat.runtime._module_state import ModuleWatch
 from autoremat.runtime._recipe import Recipe
 from autoremat.runtime._selective import OpTable
@@ -112,16 +114,54 @@ _REGIONS: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDicti
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
 
 
-def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
     """Forward pre-hook of a region's module."""
+    if torch.compiler.is_compiling():
+        warn_compiled(type(module).__name__, is_model=False)
+        return None
     attached = _REGIONS.get(module)
-    if attached is None or torch.compiler.is_compiling():
-        return
+    if attached is None:
+        return None
     recipe = attached.next_recipe()  # calls without gradients count, too
     if recipe is None or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
-        return
-    if attached.is_innermost(module):
-        enter(recipe, module.forward, module, args, kwargs)
+        return None
+    if not attached.is_innermost(module):
+        return None
+    return OpenCall(enter(recipe, module.forward, module, args, kwargs), args, kwargs)
+
+
+class OpenCall(tuple[Any, ...]):  # noqa: SLOT001 (a tuple cannot have any)
+    """What a pre-hook returns, and ``nn.Module`` holds as long as the call runs: then the region is over, in any case.
+
+    An ``always_call`` hook sees to that after an Exception; nothing else does after a KeyboardInterrupt.
+    """
+
+    active: Active
+
+    def __new__(cls, active: Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        call = super().__new__(cls, (args, kwargs))
+        call.active = active
+        return call
+
+    def __del__(self) -> None:
+        if self.active.is_open:
+            close_through(self.active)
+
+
+_WARNED: set[str] = set()
+
+
+@compat.runs_while_tracing
+def warn_compiled(name: str, *, is_model: bool) -> bool:
+    """Say once that a plan is on something that is being compiled. The compiler needs something to be returned."""
+    if name not in _WARNED and (is_model or not _WARNED):
+        _WARNED.add(name)
+        warnings.warn(
+            f"{name} is compiled with a plan applied to it: in compiled code its regions run plain, and the budget "
+            "does not hold. Train it without torch.compile, or take the plan off with remove().",
+            stacklevel=2,
+        )
+    return True
 
 
 def end_region(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
@@ -132,6 +172,9 @@ def end_region(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any
 
 def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
     """Forward pre-hook of the model."""
+    if torch.compiler.is_compiling():
+        warn_compiled(type(module).__name__, is_model=True)
+        return
     root = _ROOTS.get(module)
     if root is not None:
         root.forward_index += 1
@@ -225,6 +268,7 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
     if check not in ("first", "always", "never"):
         raise UsageError(f"check is 'first', 'always' or 'never', not {check!r}.")
     _check_model(model, plan)
+    _WARNED.clear()
     root = _Root()
     modules = _resolve_regions(model, plan)
     attached = {

@@ -28,6 +28,7 @@ from autoremat._errors import RecomputeError
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
+from autoremat.runtime._holder import Holder, unpack
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._recipe import Entry, Recipe, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
@@ -40,53 +41,6 @@ MAX_NOTED_CALLS = 64
 
 class StopRecompute(BaseException):
     """Leaves the user's forward once recompute has what it needs; not an Exception, so that nobody catches it."""
-
-
-class Holder:
-    """Stands for one saved tensor in autograd's graph."""
-
-    __slots__ = ("__weakref__", "frame", "is_read", "value", "version")
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-        self.value: torch.Tensor | None = None
-        self.is_read = False
-        self.version = 0
-
-    def bring_back(self) -> torch.Tensor:
-        """The value, recomputed."""
-        frame = self.frame
-        if self.is_read and frame.group is not None and frame.group is compat.graph_exec_group():
-            raise frame.recipe.error(
-                f"{frame.recipe.name}: Performing two backward calls that overlap is not allowed in a GraphExecGroup. "
-                "Let them need different saved tensors, or leave the group in between."
-            )
-        frame.recompute()
-        if self.value is None:
-            raise RecomputeError(f"{frame.recipe.name}: recompute did not bring a saved tensor back.")
-        return self.value
-
-    def give_away(self) -> None:
-        """Hold the value no longer, where the graph is kept and another backward may recompute it."""
-        self.is_read = True
-        self.value = None
-        if not compat.in_backward():
-            self.frame.forget()
-
-
-def unpack(holder: Holder) -> torch.Tensor:
-    """What autograd calls when backward needs a saved tensor."""
-    value = holder.value
-    if value is None:
-        value = holder.bring_back()
-    if holder.version != version_of(value):
-        raise RecomputeError(
-            f"{holder.frame.recipe.name}: one of the variables needed for gradient computation has been modified by an "
-            "inplace operation inside the region. Plain autograd refuses this too; write the operation out of place."
-        )
-    if holder.frame.is_kept:
-        holder.give_away()
-    return value
 
 
 class Frame:
@@ -178,17 +132,19 @@ class Active:
         first: In recompute of the region around it, the execution in forward that this one repeats.
     """
 
-    __slots__ = ("first", "frame", "has_hooks", "mode", "owner")
+    __slots__ = ("first", "frame", "has_hooks", "is_open", "mode", "owner")
 
     def __init__(self, frame: Frame | None, owner: object, first: Frame | None = None) -> None:
         self.frame = frame
         self.owner = owner
         self.first = first
+        self.is_open = True
         self.has_hooks = False
         self.mode: Recorder | None = None
 
     def close(self) -> None:
         """Pop this region's hooks and mode."""
+        self.is_open = False
         if self.mode is not None:
             compat.pop_dispatch_mode()
         if self.has_hooks:
@@ -225,7 +181,15 @@ def unwind(depth: int) -> None:
             item.abandon()
 
 
-def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def close_through(active: Active) -> None:
+    """Close a region that did not come to its end, and what is open inside it."""
+    if active in _STACK.items:
+        unwind(_STACK.items.index(active))
+
+
+def enter(
+    recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Active:
     """Start a region; `leave` must follow, whatever happens in between."""
     items = _STACK.items
     top = items[-1] if items else None
@@ -252,6 +216,7 @@ def enter(recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any
     items.append(active)
     if isinstance(top, Replay) and recipe.table is None:
         top.stop_if_satisfied()
+    return active
 
 
 def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
