@@ -15,6 +15,7 @@ PUBLIC = [
     "BatchError",
     "BudgetError",
     "BudgetInfeasible",
+    "DataParallel",
     "Explanation",
     "Frontier",
     "FrontierPoint",

@@ -6,6 +6,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from autoremat._api import frontier, plan, profile, trace
+    from autoremat._data_parallel import DataParallel
     from autoremat._errors import (
         AutorematError,
         BatchError,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "_api": ("frontier", "plan", "profile", "trace"),
+    "_data_parallel": ("DataParallel",),
     "_errors": (
         "AutorematError",
         "BatchError",
@@ -66,6 +68,7 @@ __all__ = [
     "BatchError",
     "BudgetError",
     "BudgetInfeasible",
+    "DataParallel",
     "Explanation",
     "Frontier",
     "FrontierPoint",

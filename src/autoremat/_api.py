@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from autoremat._allocator_settings import AllocatorSettings
 from autoremat._build_graph import trace as trace_step
 from autoremat._cost import step_seconds
+from autoremat._data_parallel import DataParallel, replicate
 from autoremat._errors import UsageError
 from autoremat._frontier import MIN_POINTS, Frontier
 from autoremat._model_states import EmaFactory, OptimizerFactory
@@ -46,6 +47,7 @@ def trace(
     precision: str | None = None,
     scaler: bool | GradScaler = False,
     ema: bool | EmaFactory = False,
+    parallel: DataParallel | None = None,
     target: str | Target | None = None,
     fake: bool = True,
 ) -> StepGraph:
@@ -66,6 +68,7 @@ def trace(
         scaler: True for a `torch.amp.GradScaler` around the step, or one that says how.
         ema: True for a running average of the parameters (`torch.optim.swa_utils.AveragedModel`), or a function that
             makes one from the model: a module with ``update_parameters(model)``.
+        parallel: How the step is spread over devices: `DataParallel`. The graph is then that of one of them.
         target: Device to record the kernels of: the model's own if None.
         fake: Trace on fake tensors. False runs the step for real on a copy of the model, for code that reads values of
             activations (``.item()``, ``.nonzero()``); it takes the memory of weights and activations, and a copy.
@@ -86,7 +89,7 @@ def trace(
         True
     """
     device_kind = None if target is None else find_target(model, target).device_kind
-    return trace_step(
+    graph = trace_step(
         model,
         batch,
         loss=loss,
@@ -99,6 +102,7 @@ def trace(
         device_kind=device_kind,
         fake=fake,
     )
+    return graph if parallel is None else replicate(graph, parallel)
 
 
 def plan(

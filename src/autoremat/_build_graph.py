@@ -288,6 +288,7 @@ def _sort(recording: Recording, **attributes: Any) -> StepGraph:
                 born=record.born,
                 last_ref=end if record.last_ref is None else record.last_ref,
                 label=record.label,
+                shape=record.shape,
             )
         )
     saved = [

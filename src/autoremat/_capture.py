@@ -40,6 +40,7 @@ class StorageRecord:
     born: int
     cause: Cause = "temporary"
     label: str = ""
+    shape: tuple[int, ...] = ()
     last_ref: int | None = None
 
 
@@ -133,7 +134,9 @@ class Recorder(TorchDispatchMode):
         known = self._known.get(storage._cdata)
         if known is not None:
             return known
-        record = StorageRecord(index=len(self.recording.storages), num_bytes=storage.nbytes(), born=born)
+        record = StorageRecord(
+            index=len(self.recording.storages), num_bytes=storage.nbytes(), born=born, shape=tuple(tensor.shape)
+        )
         if born == BEFORE_STEP:
             record.cause = "buffer"
         self.recording.storages.append(record)

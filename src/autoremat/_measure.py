@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_iter
 
-from autoremat._errors import TraceError
+from autoremat._errors import TraceError, UsageError
 from autoremat._fake import is_fake
 from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory
 from autoremat._plan import Plan
@@ -73,10 +73,16 @@ def measure(
     Raises:
         TraceError: If the model's parameters are fake.
         PlanMismatch: If the plan was made for another model.
+        UsageError: If the plan was made for one of several devices.
     """
     if is_fake(model):
         raise TraceError(
             f"{type(model).__name__} has no weights in memory, so it cannot run. Build it without fake_weights()."
+        )
+    if plan is not None and plan.parallel:
+        raise UsageError(
+            f"The plan is for one of several devices ({plan.parallel}), and this would measure a device alone. "
+            "Apply the plan in the job that runs on all of them, or measure one that was made without parallel=."
         )
     check_batch(model, batch)
     step = _Step(model, batch, loss, Precision.parse(precision), accumulate)

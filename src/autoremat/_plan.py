@@ -126,6 +126,8 @@ class Plan:
         input_signature: Names, shapes and dtypes of the batch.
         optimizer: Name of the optimizer in the step, "" for none.
         precision: Precision of the step, "" for the model's own.
+        around: What else stands around the model in the step, in words: "scaler, ema"; "" for nothing.
+        parallel: How the step is spread over devices, in words; "" for one device. Bytes are those of one of them.
         accumulate: Micro-steps in an optimizer step.
         target: Name of the device planned for.
         objective: What was minimised: "time" or "flops".
@@ -151,6 +153,8 @@ class Plan:
     input_signature: str = ""
     optimizer: str = ""
     precision: str = ""
+    around: str = ""
+    parallel: str = ""
     accumulate: int = 1
     target: str = ""
     objective: Literal["time", "flops"] = "flops"

@@ -177,6 +177,8 @@ class Planning:
             input_signature=graph.input_signature,
             optimizer=graph.optimizer,
             precision=graph.precision,
+            around=graph.around,
+            parallel=graph.parallel,
             accumulate=graph.accumulate,
             target=self.target.name,
             objective=self.objective,

@@ -51,7 +51,8 @@ class Storage:
         cause: What it is.
         born: Index of the op that allocated it, `BEFORE_STEP` if it is there when the step starts.
         last_ref: Clock at which the last reference that is not autograd's went away; ``len(ops)`` if none did.
-        label: Parameter or buffer name where there is one.
+        label: Parameter or buffer name where there is one; a gradient has its parameter's.
+        shape: Shape of the first tensor seen on it; a parameter's own shape.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Storage:
     born: int
     last_ref: int
     label: str = ""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class StepGraph:
         device_kind: "cpu" or "cuda": whose kernels the ops stand for.
         optimizer: Name of the optimizer, "" for none.
         precision: As given to ``trace``, "" for the model's own.
+        parallel: How the step is spread over devices, in words; "" for one device. `static_bytes` and all storages are
+            then those of one of them.
         around: What else stands around the model, in words: "scaler, ema"; "" for nothing.
         rng_state_bytes: Device bytes of one stashed random state.
         hidden_bytes: Bytes that autograd keeps where no hook sees them: Python numbers made into tensors. Counted as
@@ -183,6 +187,7 @@ class StepGraph:
     optimizer: str = ""
     precision: str = ""
     around: str = ""
+    parallel: str = ""
     rng_state_bytes: int = 0
     hidden_bytes: int = 0
 

@@ -172,7 +172,14 @@ def targets_table(targets: Iterable[Target]) -> Table:
 
 
 def _plan_title(plan: Plan) -> str:
-    parts = [plan.model, plan.precision, plan.optimizer, f"on {plan.target}" if plan.target else ""]
+    parts = [
+        plan.model,
+        plan.precision,
+        plan.optimizer,
+        plan.around,
+        plan.parallel,
+        f"on {plan.target}" if plan.target else "",
+    ]
     return ", ".join(part for part in parts if part)
 
 
