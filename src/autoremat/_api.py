@@ -20,6 +20,7 @@ from autoremat._planning import (
     BudgetKind,
     Objective,
     Planning,
+    blas_workspace_bytes,
     choose_objective,
     find_target,
     price_step,
@@ -27,6 +28,7 @@ from autoremat._planning import (
 )
 from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
+from autoremat._reserved import with_blas_workspaces
 from autoremat._results import MemoryProfile
 from autoremat._step import Batch, LossFunction
 from autoremat._step_graph import StepGraph
@@ -102,6 +104,7 @@ def trace(
         device_kind=device_kind,
         fake=fake,
     )
+    graph = with_blas_workspaces(graph, blas_workspace_bytes(model, target))
     return graph if parallel is None else replicate(graph, parallel)
 
 

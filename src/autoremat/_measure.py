@@ -92,6 +92,7 @@ def measure(
     report = progress or (lambda label, fraction: None)
     with preserved(model):
         model.train()
+        step.other_bytes = _other_bytes(step)
         step.states = factory.build(model)
         results = _run(step, kinds, num_steps, report)
     measured_plain = results[0] if kinds[0] is None else None
@@ -115,6 +116,7 @@ class _Step:
     precision: Precision
     accumulate: int
     states: States = field(default_factory=States)
+    other_bytes: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -183,6 +185,13 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _other_bytes(step: _Step) -> int:
+    """What is on a GPU and not the step's: the values that are put back at the end, and whatever the caller holds."""
+    if step.device.type != "cuda":
+        return 0
+    return torch.cuda.memory_allocated(step.device) - unique_bytes(step.static_tensors())
+
+
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, once per storage."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
@@ -197,7 +206,7 @@ def _peak(step: _Step, times: list[float]) -> MeasuredStep:
         _synchronize(step.device)
         torch.cuda.reset_peak_memory_stats(step.device)
         loss = step.run()
-        peak = torch.cuda.max_memory_allocated(step.device)
+        peak = torch.cuda.max_memory_allocated(step.device) - step.other_bytes
     else:
         loss, events = record_memory(step.run)
         curve_s += [at_s for at_s, _ in events]

@@ -241,6 +241,15 @@ def find_target(model: nn.Module | StepGraph | None, target: str | Target | None
     return found
 
 
+def blas_workspace_bytes(model: nn.Module, target: str | Target | None) -> int:
+    """Workspace of each thread's cuBLAS handle on the target, or on the GPU that the model is on; else 0."""
+    device = next((p.device for p in model.parameters()), None)
+    if target is not None or device is None or device.type != "cuda":
+        return find_target(model, target).blas_workspace_bytes
+    found = find_by_title(torch.cuda.get_device_name(device))
+    return get_target("a100-80g").blas_workspace_bytes if found is None else found.blas_workspace_bytes
+
+
 def choose_objective(graph: StepGraph, target: str | Target | None, objective: Objective | None) -> Objective:
     """What was asked for; else time where the device is known, FLOPs where it is not."""
     return objective or ("time" if target is not None or graph.device_kind == "cuda" else "flops")

@@ -161,12 +161,17 @@ def gpt2(seq: int, **shape: Any) -> nn.Module:
 
 
 def _llama_3_8b(seq: int) -> nn.Module:
+    return _llama_3(seq, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32)
+
+
+def _llama_3_70b(seq: int) -> nn.Module:
+    return _llama_3(seq, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64)
+
+
+def _llama_3(seq: int, **shape: Any) -> nn.Module:
     config = _transformers("LlamaConfig")(
+        **shape,
         vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=max(8192, seq),
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
@@ -228,6 +233,7 @@ _PRESETS = {
     "bert-large": _Preset(_bert_large, _tokens, 16, 512, "BERT, 24 layers, masked language modelling"),
     "gpt2": _Preset(gpt2, _tokens, 8, 1024, "GPT-2, 12 layers, language modelling"),
     "llama-3-8b": _Preset(_llama_3_8b, _tokens, 1, 4096, "Llama 3 8B, 32 layers, language modelling"),
+    "llama-3-70b": _Preset(_llama_3_70b, _tokens, 1, 4096, "Llama 3 70B, 80 layers, language modelling"),
     "t5-base": _Preset(_t5_base, _tokens, 8, 512, "T5, 12 + 12 layers, sequence to sequence"),
     "vit-b16": _Preset(_vit_b16, _images(224, 1000), 64, 0, "ViT-B/16, 12 layers, image classification"),
     "resnet-50": _Preset(_resnet_50, _images(224, 1000), 64, 0, "ResNet, 50 layers, image classification"),

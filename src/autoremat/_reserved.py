@@ -14,6 +14,7 @@ be in host memory, as torch has them unless fused or capturable. What a data loa
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -22,11 +23,11 @@ from autoremat._allocator import Allocate, Free, simulate
 from autoremat._allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
 from autoremat._results import AllocatorUsage
 from autoremat._schedule import Action, Event, Schedule
-from autoremat._step_graph import BEFORE_STEP, StepGraph
+from autoremat._step_graph import BEFORE_STEP, Op, StepGraph
 
 NUM_STEPS = 2
 """The second finds the cache of the first; a third would repeat it."""
-_STEP_COUNT_BYTES = 8
+_COUNT_BYTES = 8
 _BLAS_OPS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "_scaled_mm", "_addmm_activation"}
 )
@@ -71,6 +72,21 @@ def step_allocations(
         yield from replay.step(schedule)
 
 
+def with_blas_workspaces(graph: StepGraph, blas_workspace_bytes: int) -> StepGraph:
+    """The step with the workspaces of its threads' cuBLAS handles, which are alive all through it.
+
+    Args:
+        graph: The step.
+        blas_workspace_bytes: As for `reserved`.
+    """
+    threads = {op.phase == "backward" for op in graph.ops if _is_blas(op)}
+    return dataclasses.replace(graph, hidden_bytes=graph.hidden_bytes + len(threads) * blas_workspace_bytes)
+
+
+def _is_blas(op: Op) -> bool:
+    return "." in op.name and op.name.split(".")[1] in _BLAS_OPS
+
+
 class _Replay:
     """Which blocks are alive, by what they hold."""
 
@@ -111,8 +127,8 @@ class _Replay:
 
     def _allocate_static(self, index: int) -> Iterator[Allocate]:
         storage = self.graph.storages[index]
-        is_step_count = storage.cause == "optimizer_state" and storage.num_bytes <= _STEP_COUNT_BYTES
-        on_host = is_step_count and ":fused" not in self.graph.optimizer
+        is_count = storage.cause == "optimizer_state" and storage.num_bytes <= _COUNT_BYTES
+        on_host = is_count and ":fused" not in self.graph.optimizer
         if (index, 0) not in self.live and not on_host:
             self.live[index, 0] = None
             yield Allocate((index, 0), storage.num_bytes)
@@ -135,7 +151,7 @@ class _Replay:
                 lives[s] += 1
                 self.live[key] = None
                 yield Allocate(key, storage.num_bytes)
-        if self.blas_workspace_bytes and op.name.split(".")[1] in _BLAS_OPS:
+        if self.blas_workspace_bytes and _is_blas(op):
             thread = event.action in _ON_AUTOGRAD_THREAD
             if thread not in self.blas_threads:
                 self.blas_threads.add(thread)

@@ -171,8 +171,9 @@ class StepGraph:
             then those of one of them.
         around: What else stands around the model, in words: "scaler, ema"; "" for nothing.
         rng_state_bytes: Device bytes of one stashed random state.
-        hidden_bytes: Bytes that autograd keeps where no hook sees them: Python numbers made into tensors. Counted as
-            alive all through the step; in truth each goes when its backward op has run.
+        hidden_bytes: Bytes that no hook sees: Python numbers that autograd makes into tensors, and on CUDA targets the
+            workspaces of cuBLAS. Counted as alive all through the step; in truth each number goes when its backward
+            op has run.
     """
 
     ops: tuple[Op, ...]
