@@ -20,7 +20,7 @@ def step_of(name, **options):
     return trace(case.build(), case.batch, loss=case.loss_fn, **options)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"lstm"}))  # fake RNN kernels take another backward
+@pytest.mark.parametrize("name", MODELS)
 def test_fake_tensors_take_the_path_of_real_ones(name):
     fake, real = step_of(name), step_of(name, fake=False)
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
@@ -250,3 +250,14 @@ def test_optimizer_state_is_there_before_the_step(optimizer):
     else:
         assert 0 < state < size
     assert any(op.phase == "optimizer" for op in graph.ops)
+
+
+def test_clipping_gradients_is_part_of_the_step():
+    model = nn.Linear(64, 64)
+    plain, clipped = (
+        trace(model, torch.ones(1, 64), loss=lambda y: y.sum(), clip_grad_norm=norm) for norm in (None, 1.0)
+    )
+    added = {op.name for op in clipped.ops if op.phase == "optimizer"} - {op.name for op in plain.ops}
+    assert "aten._foreach_norm.Scalar" in added or any("norm" in name for name in added)
+    with pytest.raises(UsageError, match="positive norm"):
+        trace(model, torch.ones(1, 64), clip_grad_norm=0.0)

@@ -77,12 +77,13 @@ def run(monkeypatch, capsys):
 
 
 OPTIONS = {
-    "plan": "--accumulate --allocator --batch --budget --budget-is --json --objective --optimizer --output --precision "
-    "--seq --target -o model",
+    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --json --objective --optimizer "
+    "--output --precision --seq --target -o model",
     "frontier": "--accumulate --batch --json --objective --optimizer --output --points --precision --seq --target -o "
     "model",
     "verify": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
-    "measure": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
+    "measure": "--batch --budget --clip-grad-norm --json --objective --optimizer --plan --precision --seq --target "
+    "model",
     "targets": "--json",
     "presets": "",
     "demo": "--report --steps",

@@ -50,6 +50,7 @@ def trace(
     scaler: bool | GradScaler = False,
     ema: bool | EmaFactory = False,
     parallel: DataParallel | None = None,
+    clip_grad_norm: float | None = None,
     target: str | Target | None = None,
     fake: bool = True,
 ) -> StepGraph:
@@ -71,6 +72,8 @@ def trace(
         ema: True for a running average of the parameters (`torch.optim.swa_utils.AveragedModel`), or a function that
             makes one from the model: a module with ``update_parameters(model)``.
         parallel: How the step is spread over devices: `DataParallel`. The graph is then that of one of them.
+        clip_grad_norm: Largest norm of all gradients together (`torch.nn.utils.clip_grad_norm_` before the optimizer);
+            None clips nothing.
         target: Device to record the kernels of: the model's own if None.
         fake: Trace on fake tensors. False runs the step for real on a copy of the model, for code that reads values of
             activations (``.item()``, ``.nonzero()``); it takes the memory of weights and activations, and a copy.
@@ -101,6 +104,7 @@ def trace(
         precision=precision,
         scaler=scaler,
         ema=ema,
+        clip_grad_norm=clip_grad_norm,
         device_kind=device_kind,
         fake=fake,
     )

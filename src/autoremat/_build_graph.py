@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter
 
 from autoremat._capture import Recorder, Recording
 from autoremat._device_ops import CudaOps
@@ -20,8 +22,8 @@ from autoremat._fake import fake_copies, fake_copy, is_fake
 from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory, optimizer_name
 from autoremat._random import preserved_random_state
 from autoremat._signature import model_signature
-from autoremat._step import Batch, LossFunction, Precision, check_batch, describe_batch, run_step
-from autoremat._step_graph import SavedTensor, StepGraph, Storage
+from autoremat._step import Batch, LossFunction, Precision, check_batch, check_step, describe_batch, own_batch, run_step
+from autoremat._step_graph import Op, SavedTensor, StepGraph, Storage
 
 CPU_RNG_STATE_BYTES = 5056
 """``torch.get_rng_state().nbytes``. A CUDA generator's state is kept in host memory: no device bytes."""
@@ -40,6 +42,7 @@ def trace(
     precision: str | None = None,
     scaler: bool | GradScaler = False,
     ema: bool | EmaFactory = False,
+    clip_grad_norm: float | None = None,
     device_kind: str | None = None,
     fake: bool = True,
 ) -> StepGraph:
@@ -59,6 +62,7 @@ def trace(
         precision: One of `PRECISIONS`, or None for the model's own.
         scaler: Whether a `torch.amp.GradScaler` scales the loss, or one that says how.
         ema: Whether a running average of the parameters is kept, or a function that makes it from the model.
+        clip_grad_norm: Largest norm of all gradients together, applied before the optimizer; None clips nothing.
         device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
         fake: Run on fake tensors; False runs on real copies, for models whose code reads values of activations.
 
@@ -75,10 +79,7 @@ def trace(
         >>> graph.storages[0].label, graph.storages[0].num_bytes
         ('0.weight', 256)
     """
-    if gradients not in ("fresh", "kept"):
-        raise UsageError(f"gradients={gradients!r}: use 'fresh' or 'kept'.")
-    if accumulate < 1:
-        raise UsageError(f"accumulate={accumulate}: an optimizer step has at least one micro-step.")
+    check_step(gradients=gradients, accumulate=accumulate, clip_grad_norm=clip_grad_norm)
     casting = Precision.parse(precision)
     states = StatesFactory.parse(
         optimizer, scaler=scaler, ema=ema, precision=precision, device_kind=device_kind or _device_kind(model)
@@ -90,7 +91,7 @@ def trace(
         )
     twin, mode = fake_copy(model, dtype=casting.cast) if fake else (_real_copy(model, casting.cast), None)
     twin.train()
-    batch = casting.cast_batch(_own(batch))
+    batch = casting.cast_batch(own_batch(batch))
     with preserved_random_state():
         recorder = _record(
             twin,
@@ -101,6 +102,7 @@ def trace(
             keep_gradients=gradients == "kept",
             micro_steps=min(accumulate, _TRACED_MICRO_STEPS),
             precision=casting,
+            clip_grad_norm=clip_grad_norm,
             as_cuda=device_kind == "cuda",
         )
     kind = device_kind or _device_kind(model)
@@ -130,14 +132,6 @@ def _device_kind(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
-def _own(batch: Batch) -> Batch:
-    """The batch as tensors of its own, so that what the caller holds is not part of the trace's graph."""
-    own: Batch = tree_map(
-        lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, batch
-    )
-    return own
-
-
 def _record(
     twin: nn.Module,
     batch: Batch,
@@ -148,6 +142,7 @@ def _record(
     keep_gradients: bool,
     micro_steps: int,
     precision: Precision,
+    clip_grad_norm: float | None,
     as_cuda: bool,
 ) -> Recorder:
     parameters = [p for p in twin.parameters() if p.requires_grad]
@@ -188,6 +183,7 @@ def _record(
             states=around,
             precision=precision,
             accumulate=micro_steps,
+            clip_grad_norm=clip_grad_norm,
             on_micro_step=on_micro_step,
             before_optimizer=mark_gradients,
         )
@@ -271,6 +267,16 @@ def _errors_named(twin: nn.Module, recorder: Recorder) -> Iterator[None]:
         ) from error
 
 
+def _with_numbers(recording: Recording) -> list[Op]:
+    """Ops with the bytes of the Python numbers that autograd keeps from one op to another."""
+    change: Counter[int] = Counter()
+    for number in recording.numbers:
+        change[number.op] += number.num_bytes
+        if number.last_op is not None:
+            change[number.last_op] -= number.num_bytes
+    return [dataclasses.replace(op, kept_bytes=change[op.index]) if change[op.index] else op for op in recording.ops]
+
+
 def _sort(recording: Recording, **attributes: Any) -> StepGraph:
     """Freeze a recording."""
     end = recording.clock
@@ -303,10 +309,9 @@ def _sort(recording: Recording, **attributes: Any) -> StepGraph:
         if record.storage >= 0
     ]
     return StepGraph(
-        ops=tuple(recording.ops),
+        ops=tuple(_with_numbers(recording)),
         storages=tuple(storages),
         saved=tuple(saved),
         calls=tuple(recording.calls),
-        hidden_bytes=recording.hidden_bytes,
         **attributes,
     )

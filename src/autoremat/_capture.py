@@ -22,12 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from autoremat._kernel_memory import kernel_memory
 from autoremat._op_info import OpInfo, is_random_call, mutated_arguments, op_flops, op_info
 from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Op, Phase
 from autoremat._workspace import kept_number_bytes, workspace_bytes
 
 _READS_NUMBER = "aten._local_scalar_dense.default"
 _RNN_LAYER = "aten.mkldnn_rnn_layer.default"
+_RNN_BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
+_NEW_CONSTANT = frozenset({"aten.lift_fresh.default", "aten.lift_fresh_copy.default"})
 _NOT_RECORDED = frozenset({"aten.detach.default", "prim.device.default"})
 
 
@@ -56,6 +59,21 @@ class SavedRecord:
 
 
 @dataclass(slots=True)
+class NumberRecord:
+    """A Python number that autograd saved as a tensor, where no hook sees it.
+
+    Attributes:
+        op: Index of the op that it was an operand of.
+        num_bytes: Its size.
+        last_op: Index of the backward op after which autograd lets go of it; None if backward did not come by.
+    """
+
+    op: int
+    num_bytes: int
+    last_op: int | None = None
+
+
+@dataclass(slots=True)
 class Recording:
     """Everything that was written down."""
 
@@ -65,7 +83,7 @@ class Recording:
     calls: list[ModuleCall] = field(default_factory=list)
     phase: Phase = "forward"
     micro_step: int = 0
-    hidden_bytes: int = 0
+    numbers: list[NumberRecord] = field(default_factory=list)
 
     @property
     def clock(self) -> int:
@@ -112,6 +130,7 @@ class Recorder(TorchDispatchMode):
         self._call = 0
         self._rnn_workspaces: dict[Any, int] = {}
         self._copies: dict[int, tuple[int, Any]] = {}
+        self._wrapped: tuple[Tensor, NumberRecord] | None = None
 
     # -- storages ---------------------------------------------------------------------------------------------
 
@@ -175,12 +194,16 @@ class Recorder(TorchDispatchMode):
         info = op_info(func)
         if info.name in _NOT_RECORDED:
             return func(*args, **kwargs)
+        self._follow_number()
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        inputs = [self._storage_of(x, born=BEFORE_STEP) for x in tensors]
+        if info.name in _NEW_CONSTANT and self.storage_index(tensors[0]) is None:
+            inputs = []  # what `torch.tensor(number)` makes comes to light here, as the op's output
+        else:
+            inputs = [self._storage_of(x, born=BEFORE_STEP) for x in tensors]
         out = self._execute(func, info, args, kwargs, tensors)
         results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         if tensors or results:
-            self._record(info, args, kwargs, tensors, inputs, results, out)
+            self._record(func, info, args, kwargs, tensors, inputs, results, out)
         return out
 
     def _execute(self, func: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -190,6 +213,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if is_fake and info.name == _RNN_LAYER and args:
             return self._with_rnn_workspace(func, args, out)
+        if is_fake and info.name == _RNN_BACKWARD:
+            return self._with_two_bias_gradients(out)
         return out
 
     def _with_rnn_workspace(self, func: Any, args: Any, out: Any) -> Any:
@@ -204,8 +229,16 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes(), self.fake_mode:
             return (*outputs, torch.empty(self._rnn_workspaces[key], dtype=workspace.dtype, device=workspace.device))
 
+    def _with_two_bias_gradients(self, out: Any) -> Any:
+        """The fake kernel returns one tensor as the gradient of both biases, the real one makes two."""
+        *first, bias, _, hidden, cell = out
+        assert self.fake_mode is not None
+        with _disable_current_modes(), self.fake_mode:
+            return (*first, bias, torch.empty_like(bias), hidden, cell)
+
     def _record(
         self,
+        func: Any,
         info: OpInfo,
         args: Any,
         kwargs: Any,
@@ -221,7 +254,9 @@ class Recorder(TorchDispatchMode):
         mutates = [self._storage_of(x, born=BEFORE_STEP) for x in mutated_arguments(info, args, kwargs)]
         is_view = bool(results) and not mutates and all(0 <= s < first_new for s in outputs)
         if recording.phase == "forward" and torch.is_grad_enabled():
-            recording.hidden_bytes += kept_number_bytes(info.name, args)
+            self._note_number(info.name, args, results)
+        flops = op_flops(info, args, kwargs, out)
+        workspace = 0 if is_view else self._workspace(func, info, args, kwargs, results, outputs, flops)
         numeric = next((x for x in results if x.is_floating_point()), None)
         numeric = numeric if numeric is not None else next((x for x in tensors if x.is_floating_point()), None)
         recording.ops.append(
@@ -233,9 +268,9 @@ class Recorder(TorchDispatchMode):
                 inputs=_unique(inputs),
                 outputs=tuple(s for s in outputs if s >= 0),
                 mutates=_unique(mutates),
-                flops=op_flops(info, args, kwargs, out),
+                flops=flops,
                 moved_bytes=0 if is_view else sum(x.numel() * x.element_size() for x in (*tensors, *results)),
-                workspace_bytes=workspace_bytes(info.name, args, results) if self._on_cpu and not is_view else 0,
+                workspace_bytes=workspace,
                 is_random=is_random_call(info, args, kwargs),
                 is_view=is_view,
                 reads_value=bool(tensors) and not results and not mutates,
@@ -244,6 +279,52 @@ class Recorder(TorchDispatchMode):
             )
         )
 
+    def _workspace(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        kwargs: Any,
+        results: list[Tensor],
+        outputs: list[int],
+        flops: int,
+    ) -> int:
+        """Bytes of a kernel's workspace; corrects the sizes of its outputs where fake kernels make them smaller."""
+        if not self._on_cpu:
+            return 0
+        told = kernel_memory(func, args, kwargs, flops=flops, is_random=info.is_random)
+        if told is None:
+            return workspace_bytes(info.name, args, results)
+        recording = self.recording
+        if len(told.output_bytes) == len(results):
+            for storage, x, num_bytes in zip(outputs, results, told.output_bytes, strict=True):
+                if isinstance(x, FakeTensor) and storage >= 0 and recording.storages[storage].born == recording.clock:
+                    recording.storages[storage].num_bytes = num_bytes
+        return told.workspace_bytes
+
+    def _note_number(self, name: str, args: Any, results: list[Tensor]) -> None:
+        """If autograd keeps a number of this op, remember the result: its node will say when backward comes by."""
+        num_bytes = kept_number_bytes(name, args)
+        if num_bytes:
+            record = NumberRecord(op=self.recording.clock, num_bytes=num_bytes)
+            self.recording.numbers.append(record)
+            self._wrapped = (results[0], record)
+
+    def _follow_number(self) -> None:
+        """Autograd has made the node of the op before this one: ask to be told when it runs in backward."""
+        if self._wrapped is None:
+            return
+        (result, record), self._wrapped = self._wrapped, None
+        recording = self.recording
+        if result.grad_fn is None:
+            record.last_op = record.op
+            return
+
+        def runs(_: object) -> None:
+            record.last_op = recording.clock  # the node's one op is the next
+
+        result.grad_fn.register_prehook(runs)
+
     # -- what autograd saves ----------------------------------------------------------------------------------
 
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -251,6 +332,7 @@ class Recorder(TorchDispatchMode):
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _Token:
+        self._follow_number()
         recording = self.recording
         index = self._storage_of(tensor, born=BEFORE_STEP)
         record = SavedRecord(storage=index, call=self._call, packed=recording.clock)

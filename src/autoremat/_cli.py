@@ -57,6 +57,10 @@ AllocatorOption = Annotated[
     typer.Option(help="Settings of the caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True."),
 ]
 AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-steps in an optimizer step.")]
+ClipOption = Annotated[
+    Optional[float],  # noqa: UP045 - as above
+    typer.Option("--clip-grad-norm", help="Clip gradients to this norm before the optimizer."),
+]
 PlanOption = Annotated[Optional[Path], typer.Option("--plan", help="A plan file; without it one is made.")]  # noqa: UP045
 OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the plan here.")]  # noqa: UP045
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -76,6 +80,7 @@ def plan(
     accumulate: AccumulateOption = 1,
     budget_is: BudgetIsOption = "allocated",
     allocator: AllocatorOption = None,
+    clip_grad_norm: ClipOption = None,
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -95,6 +100,7 @@ def plan(
             accumulate=accumulate,
             budget_is=budget_is,
             allocator=allocator,
+            clip_grad_norm=clip_grad_norm,
         )
     if output is not None:
         _write(made.to_json(), output, what="plan")
@@ -181,6 +187,7 @@ def measure(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     objective: ObjectiveOption = None,
+    clip_grad_norm: ClipOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run real steps, plain and planned, and measure peak and time beside the prediction."""
@@ -188,16 +195,18 @@ def measure(
 
     with _progress(quiet=json) as report:
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
-        options = {"target": target, "optimizer": _optimizer(optimizer), "objective": objective}
+        chosen = _optimizer(optimizer)
+        options = {"target": target, "optimizer": chosen, "objective": objective, "clip_grad_norm": clip_grad_norm}
         made = _read_or_make(plan_file, built, report, budget=budget, precision=precision, **options)
         result = run_measure(
             built.model,
             built.batch,
             made,
             loss=built.loss,
-            optimizer=options["optimizer"],
+            optimizer=chosen,
             precision=_autocast(precision),
             accumulate=made.accumulate,
+            clip_grad_norm=clip_grad_norm,
             progress=report,
         )
     _print(result.to_json() if json else _tables.usage_table(result), json=json)

@@ -71,6 +71,7 @@ class _Expansion:
         self.recomputes = _by_clock((r.at, r) for r in self.regions if r.at is not None)
         self.drops: dict[int, list[int]] = defaultdict(list)
         self.drops_after_recompute: dict[int, list[int]] = defaultdict(list)
+        self.releases: dict[int, list[Event]] = defaultdict(list)
         self._find_deaths()
 
     def _region(self, position: int, spec: RegionSpec) -> _Region:
@@ -129,6 +130,7 @@ class _Expansion:
                 Event(Action.DROP, storage=s, generation=generation)
                 for s, generation in recomputed_drops.pop(clock, ())
             )
+            events.extend(self.releases.pop(clock, ()))
             for region in self.recomputes.get(clock, ()):
                 self._recompute(region, events, recomputed_drops)
             events.extend(
@@ -140,8 +142,7 @@ class _Expansion:
                 if region.passing_bytes:
                     events.append(Event(Action.RELEASE, region=region.position, num_bytes=region.passing_bytes))
             for region in self.starts.get(clock, ()):
-                if region.held_bytes:
-                    num_bytes = region.held_bytes + region.passing_bytes
+                if num_bytes := region.held_bytes + region.passing_bytes:
                     events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
             if clock < len(self.graph.ops):
                 self._run(self.graph.ops[clock], events, kept_by)
@@ -166,11 +167,14 @@ class _Expansion:
         own = graph.rng_state_bytes if region.held_bytes else 0
         if own:  # what the random state is outside, put back afterwards
             events.append(Event(Action.HOLD, region=position, num_bytes=own))
+        self._copy_buffers(region, events)
         transient: dict[int, list[int]] = defaultdict(list)
+        num_kept = 0
         for index in work.ops:
             for clock in [c for c in transient if c <= index]:
                 events.extend(Event(Action.DROP, storage=s, generation=1) for s in transient.pop(clock))
             events.append(Event(Action.RECOMPUTE, op=index, region=position))
+            num_kept += self._keep_numbers(region, index, events)
             for s in graph.ops[index].outputs:
                 if graph.storages[s].born != index or s in region.spec.kept:
                     continue
@@ -180,8 +184,28 @@ class _Expansion:
                     transient[graph.storages[s].last_ref].append(s)
         for left in transient.values():
             events.extend(Event(Action.DROP, storage=s, generation=1) for s in left)
-        if own:
-            events.append(Event(Action.RELEASE, region=position, num_bytes=own + region.held_bytes))
+        if region.at is not None:
+            events.extend(self.releases.pop(region.at, ()))
+        if freed := num_kept + (own + region.held_bytes if own else 0):
+            events.append(Event(Action.RELEASE, region=position, num_bytes=freed))
+
+    def _keep_numbers(self, region: _Region, index: int, events: list[Event]) -> int:
+        """The graph that recompute builds keeps numbers as forward's does, until recompute ends."""
+        num_bytes = max(0, self.graph.ops[index].kept_bytes)
+        if num_bytes:
+            events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
+        return num_bytes
+
+    def _copy_buffers(self, region: _Region, events: list[Event]) -> None:
+        """Recompute runs on copies of the buffers that it changes; autograd keeps those that it saved there."""
+        graph = self.graph
+        span = graph.calls[region.spec.call]
+        changed = {s for op in graph.ops[span.start : span.end] for s in op.mutates}
+        for s in sorted(s for s in changed if graph.storages[s].cause == "buffer"):
+            until = max((r.released for r in region.saved if r.storage == s), default=region.at or 0)
+            num_bytes = graph.storages[s].num_bytes
+            events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
+            self.releases[until].append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
 
 
 def _by_clock(pairs: Iterable[tuple[int, _Region]]) -> dict[int, list[_Region]]:
@@ -205,8 +229,7 @@ class _Live:
         for storage in self.graph.storages:
             if storage.born == BEFORE_STEP:
                 self._add(storage.index, 1)
-        self.total += self.graph.hidden_bytes
-        self.by_cause["temporary"] += self.graph.hidden_bytes
+        self._change(self.graph.hidden_bytes)
 
     def _add(self, storage: int, copies: int) -> None:
         num_bytes = copies * self.graph.storages[storage].num_bytes
@@ -224,16 +247,21 @@ class _Live:
                     action is not Action.RECOMPUTE or self.saved_by.get(s) != event.region
                 ):
                     self._add(s, 1)
-            return self.total + op.workspace_bytes
+            point = self.total + op.workspace_bytes
+            if action is not Action.RECOMPUTE:
+                self._change(op.kept_bytes)
+            return point
         if action is Action.DROP:
             self._add(event.storage, -1)
         elif action is Action.SAVE:
             self.saved_by[event.storage] = event.region
         else:
-            change = event.num_bytes if action is Action.HOLD else -event.num_bytes
-            self.total += change
-            self.by_cause["temporary"] += change
+            self._change(event.num_bytes if action is Action.HOLD else -event.num_bytes)
         return None
+
+    def _change(self, num_bytes: int) -> None:
+        self.total += num_bytes
+        self.by_cause["temporary"] += num_bytes
 
 
 def peak_bytes(graph: StepGraph, schedule: Schedule) -> int:

@@ -30,7 +30,7 @@ from autoremat._model_states import EmaFactory, OptimizerFactory, States, States
 from autoremat._plan import Plan
 from autoremat._results import MeasuredStep, UsageReport
 from autoremat._state import preserved
-from autoremat._step import Batch, LossFunction, Precision, check_batch, run_step
+from autoremat._step import Batch, LossFunction, Precision, check_batch, check_step, own_batch, run_step
 from autoremat.runtime import apply
 
 Progress = Callable[[str, float], None]
@@ -44,9 +44,11 @@ def measure(
     loss: LossFunction | None = None,
     optimizer: str | OptimizerFactory | None = "adamw",
     precision: str | None = None,
+    gradients: str = "fresh",
     accumulate: int = 1,
     scaler: bool | GradScaler = False,
     ema: bool | EmaFactory = False,
+    clip_grad_norm: float | None = None,
     num_steps: int = 3,
     plain: bool = True,
     progress: Progress | None = None,
@@ -60,9 +62,11 @@ def measure(
         loss: As for `trace`.
         optimizer: As for `trace`; its state exists before the measured steps.
         precision: As for `trace`; casts are the caller's business, autocast is applied.
+        gradients: As for `trace`.
         accumulate: Micro-steps in an optimizer step.
         scaler: As for `trace`; True starts at a scale of 1, so that no step is left out.
         ema: As for `trace`.
+        clip_grad_norm: As for `trace`.
         num_steps: Timed steps of each kind; their median counts.
         plain: Whether to measure the plain step too.
         progress: Called with a label and a fraction done.
@@ -85,7 +89,10 @@ def measure(
             "Apply the plan in the job that runs on all of them, or measure one that was made without parallel=."
         )
     check_batch(model, batch)
-    step = _Step(model, batch, loss, Precision.parse(precision), accumulate)
+    check_step(gradients=gradients, accumulate=accumulate, clip_grad_norm=clip_grad_norm)
+    step = _Step(
+        model, own_batch(batch), loss, Precision.parse(precision), accumulate, clip_grad_norm, gradients == "kept"
+    )
     factory = StatesFactory.parse(optimizer, scaler=scaler, ema=ema, precision=precision, device_kind=step.device.type)
     kinds: list[Plan | None] = [None] if plain or plan is None else []
     kinds += [plan] if plan is not None else []
@@ -94,6 +101,7 @@ def measure(
         model.train()
         step.other_bytes = _other_bytes(step)
         step.states = factory.build(model)
+        step.clear()
         results = _run(step, kinds, num_steps, report)
     measured_plain = results[0] if kinds[0] is None else None
     return UsageReport(
@@ -115,6 +123,8 @@ class _Step:
     loss: LossFunction | None
     precision: Precision
     accumulate: int
+    clip_grad_norm: float | None
+    keeps_gradients: bool
     states: States = field(default_factory=States)
     other_bytes: int = 0
 
@@ -130,15 +140,26 @@ class _Step:
             states=self.states,
             precision=self.precision,
             accumulate=self.accumulate,
+            clip_grad_norm=self.clip_grad_norm,
         )
 
     def clear(self) -> None:
+        """Gradients as they are between two steps."""
         for parameter in self.model.parameters():
-            parameter.grad = None
+            if not self.keeps_gradients or not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+        for value in tree_iter(self.batch):
+            if isinstance(value, Tensor):
+                value.grad = None
 
     def static_tensors(self) -> Iterable[Tensor]:
         yield from self.model.parameters()
         yield from self.model.buffers()
+        yield from (p.grad for p in self.model.parameters() if p.grad is not None)
         yield from (x for x in tree_iter(self.batch) if isinstance(x, Tensor))
         yield from (tensor for _, _, tensor in self.states.tensors(self.model))
 

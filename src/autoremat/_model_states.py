@@ -97,8 +97,12 @@ class States:
             for name, tensor in (*self.ema.named_parameters(), *self.ema.named_buffers()):
                 yield "ema", f"ema.{name}", tensor
 
-    def end_step(self, model: nn.Module) -> None:
-        """Step the optimizer (or not, after an overflow) and whatever follows it."""
+    def end_step(self, model: nn.Module, *, clip_grad_norm: float | None = None) -> None:
+        """Clip gradients, step the optimizer (or not, after an overflow) and whatever follows it."""
+        if clip_grad_norm is not None:
+            if self.optimizer is not None and self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
         if self.optimizer is not None and self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()

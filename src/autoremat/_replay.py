@@ -132,13 +132,16 @@ def obstacle(graph: StepGraph, call: int) -> str | None:
 def random_states(graph: StepGraph, call: int, work: Replay) -> tuple[int, int]:
     """How many random states a region holds until its recompute, and how many more until its forward ends.
 
-    One from its start, one where an op draws after skipped ones. The state after a skipped op is held until it is
-    known whether another op draws after it; two are alive while the next skipped op's replaces it.
+    A region that draws nothing holds the state from its start until that is known, when its forward ends. Else: one
+    from its start, one where an op draws after skipped ones. The state after a skipped op is held until it is known
+    whether another op draws after it; two are alive while the next skipped op's replaces it.
     """
     span = graph.calls[call]
     left_out = set(work.skipped)
     draws = [op.index in left_out for op in graph.ops[span.start : span.end] if op.is_random]
+    if not draws:
+        return 0, 1
     pairs = list(pairwise(draws))
     after_skipped = sum(before and not skipped for before, skipped in pairs)
     passing = 2 if any(before and skipped for before, skipped in pairs) else int(any(draws))
-    return (1 + after_skipped if draws else 0), passing
+    return 1 + after_skipped, passing

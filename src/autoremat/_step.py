@@ -1,6 +1,6 @@
 """One training step, the same for tracing, verifying and measuring.
 
-    zero_grad(set_to_none=True) ; [forward ; loss ; drop the output ; backward] x accumulate ; optimizer.step()
+    zero_grad ; [forward ; loss ; drop the output ; backward] x accumulate ; clip gradients ; optimizer.step()
 
 The model's output object is dropped before backward: holding it would hold the logits and every hidden state in it.
 """
@@ -25,6 +25,8 @@ LossFunction = Callable[[Any], Tensor]
 
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+GRADIENTS = ("fresh", "kept")
+"""``fresh``: set to None between steps, so that they appear in backward. ``kept``: zeroed, so there all along."""
 PRECISIONS = (*_CAST, *_AUTOCAST)
 """``bf16``: parameters and inputs are cast. ``amp-bf16``: autocast around forward and loss."""
 
@@ -67,6 +69,20 @@ class Precision:
         return torch.autocast(device_type, dtype=self.autocast)
 
 
+def check_step(*, gradients: str, accumulate: int, clip_grad_norm: float | None) -> None:
+    """Check the numbers and words that describe a step.
+
+    Raises:
+        UsageError: With what may stand in their place.
+    """
+    if gradients not in GRADIENTS:
+        raise UsageError(f"gradients={gradients!r}: use 'fresh' or 'kept'.")
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}: an optimizer step has at least one micro-step.")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise UsageError(f"clip_grad_norm={clip_grad_norm}: use a positive norm, or None to clip nothing.")
+
+
 def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of ``model(...)`` for a batch.
 
@@ -83,6 +99,12 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "A batch is a tensor, a tuple (positional arguments) or a dict (keyword arguments), not "
         f"{type(batch).__name__}."
     )
+
+
+def own_batch(batch: Batch) -> Batch:
+    """A batch that shares the caller's memory, not the caller's graph and gradients."""
+    own: Batch = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, batch)
+    return own
 
 
 def check_batch(model: nn.Module, batch: Batch) -> None:
@@ -170,6 +192,7 @@ def run_step(
     states: States | None = None,
     precision: Precision = Precision(),
     accumulate: int = 1,
+    clip_grad_norm: float | None = None,
     on_micro_step: Callable[[int], None] | None = None,
     before_optimizer: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -182,6 +205,7 @@ def run_step(
         states: What stands around the model: the optimizer is stepped at the end.
         precision: Autocast to use; casting is the caller's business.
         accumulate: Number of micro-steps; the loss is divided by it.
+        clip_grad_norm: Largest norm of all gradients together, for `torch.nn.utils.clip_grad_norm_`.
         on_micro_step: Called with its number before each micro-step.
         before_optimizer: Called between the last backward and the optimizer.
 
@@ -203,6 +227,5 @@ def run_step(
         value = value.detach()
     if before_optimizer is not None:
         before_optimizer()
-    if states is not None:
-        states.end_step(model)
+    (states or States()).end_step(model, clip_grad_norm=clip_grad_norm)
     return value

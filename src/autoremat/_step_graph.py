@@ -79,6 +79,8 @@ class Op:
         flops: Floating point operations; 0 for elementwise work.
         moved_bytes: Bytes read plus bytes written by tensors (a view moves none).
         workspace_bytes: Bytes its kernel takes and returns while it runs.
+        kept_bytes: Bytes that autograd keeps from this op on where no hook sees them (a Python number made into a
+            tensor); negative where it lets go of such.
         is_random: Whether it draws random numbers.
         is_view: Whether it only makes views (no kernel runs).
         reads_value: Whether it hands a value to Python (``.item()``, ``if tensor:``).
@@ -96,6 +98,7 @@ class Op:
     flops: int = 0
     moved_bytes: int = 0
     workspace_bytes: int = 0
+    kept_bytes: int = 0
     is_random: bool = False
     is_view: bool = False
     reads_value: bool = False
@@ -171,9 +174,8 @@ class StepGraph:
             then those of one of them.
         around: What else stands around the model, in words: "scaler, ema"; "" for nothing.
         rng_state_bytes: Device bytes of one stashed random state.
-        hidden_bytes: Bytes that no hook sees: Python numbers that autograd makes into tensors, and on CUDA targets the
-            workspaces of cuBLAS. Counted as alive all through the step; in truth each number goes when its backward
-            op has run.
+        hidden_bytes: Bytes that no hook sees and that are there all through the step: on CUDA targets the workspaces
+            of cuBLAS.
     """
 
     ops: tuple[Op, ...]

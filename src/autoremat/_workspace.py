@@ -42,7 +42,7 @@ def kept_number_bytes(name: str, args: Sequence[Any]) -> int:
         name: Operator with overload.
         args: Its positional arguments.
     """
-    if name not in ("aten.mul.Tensor", "aten.div.Tensor"):
+    if name not in ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul_.Tensor", "aten.div_.Tensor"):
         return 0
     tensor, other = args[0], args[1]
     return _DOUBLE_BYTES if isinstance(other, Number) and isinstance(tensor, Tensor) and tensor.requires_grad else 0

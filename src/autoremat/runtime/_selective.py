@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoremat._errors import PlanError, RecomputeError
+from autoremat._op_info import is_random_call, op_info
 from autoremat._plan import UNCOUNTED_OPS, Region
 from autoremat.runtime._ambient import RandomStates, read_torch_random
 from autoremat.runtime._module_state import version_of
@@ -228,6 +229,11 @@ def _is_parameter_cast(args: tuple[Any, ...]) -> bool:
     return isinstance(args[0], torch.nn.Parameter)
 
 
+def _draws(entry: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers: attention without dropout does not."""
+    return entry.is_random and is_random_call(op_info(func), args, kwargs)
+
+
 def _note(output: Any, index: int, saved: tuple[int, ...]) -> Any:
     if not isinstance(output, torch.Tensor):
         return output
@@ -274,12 +280,15 @@ class Recorder(_Mode):
         occurrence = self._count(entry.slot)
         call = entry.calls.get(occurrence)
         if call is None:
-            if entry.is_random and self.pending is not None:
+            if self.pending is not None and _draws(entry, func, args, kwargs):
                 self.store.random_after[position] = self.pending
                 self.pending = None
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         self._keep(entry, call, (entry.slot, occurrence), position, result)
+        if self.table.has_skipped_random and _draws(entry, func, args, kwargs):
+            record = self.store.records[entry.slot, occurrence]
+            self.pending = read_torch_random([o.tensor for o in record.outputs if isinstance(o, Stored)])
         return result
 
     def _count(self, slot: int) -> int:
@@ -302,9 +311,6 @@ class Recorder(_Mode):
                 outputs.append(_note(output, num_tensors, call.saved))
                 num_tensors += isinstance(output, torch.Tensor)
         self.store.records[key] = Record(position, outputs, container)
-        if entry.is_random and self.table.has_skipped_random:
-            tensors = [o.tensor for o in outputs if isinstance(o, Stored)]
-            self.pending = read_torch_random(tensors)
 
 
 class Player(_Mode):

@@ -114,7 +114,8 @@ def _live_bytes(graph: StepGraph, deaths: list[int]) -> tuple[Bytes, Bytes]:
         born[storage.born - BEFORE_STEP] += storage.num_bytes
         if death < num_ops:
             dead[death] += storage.num_bytes
-    between = np.cumsum(born) - np.cumsum(dead) + graph.hidden_bytes
+    kept = np.cumsum([0, *(op.kept_bytes for op in graph.ops)])
+    between = np.cumsum(born) - np.cumsum(dead) + kept + graph.hidden_bytes
     workspace = np.array([op.workspace_bytes for op in graph.ops], np.int64)
     return between[:num_ops] + born[1:] + workspace, between
 
