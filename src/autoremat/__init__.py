@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from autoremat._api import frontier, plan, profile, trace
+    from autoremat._api import distribute, frontier, plan, profile, trace
     from autoremat._data_parallel import DataParallel
     from autoremat._errors import (
         AutorematError,
@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from autoremat._presets import build_preset, preset_names
     from autoremat._report import render_report
     from autoremat._results import MemoryProfile, UsageReport, VerifyReport
+    from autoremat._sharding import Sharding
     from autoremat._step_graph import StepGraph
     from autoremat._targets import Target, get_target, target_names
     from autoremat._verify import verify
@@ -34,7 +35,7 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_api": ("frontier", "plan", "profile", "trace"),
+    "_api": ("distribute", "frontier", "plan", "profile", "trace"),
     "_data_parallel": ("DataParallel",),
     "_errors": (
         "AutorematError",
@@ -55,6 +56,7 @@ _HOMES = {
     "_presets": ("build_preset", "preset_names"),
     "_report": ("render_report",),
     "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
+    "_sharding": ("Sharding",),
     "_step_graph": ("StepGraph",),
     "_targets": ("Target", "get_target", "target_names"),
     "_verify": ("verify",),
@@ -82,6 +84,7 @@ __all__ = [
     "RecomputeError",
     "Region",
     "SavedOutput",
+    "Sharding",
     "StepGraph",
     "Target",
     "TraceError",
@@ -92,6 +95,7 @@ __all__ = [
     "build_preset",
     "checkpoint",
     "checkpoint_sequential",
+    "distribute",
     "explain",
     "fake_weights",
     "frontier",

@@ -30,6 +30,7 @@ from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
 from autoremat._reserved import with_blas_workspaces
 from autoremat._results import MemoryProfile
+from autoremat._sharding import Sharding, shard
 from autoremat._step import Batch, LossFunction
 from autoremat._step_graph import StepGraph
 from autoremat._targets import Target
@@ -49,7 +50,7 @@ def trace(
     precision: str | None = None,
     scaler: bool | GradScaler = False,
     ema: bool | EmaFactory = False,
-    parallel: DataParallel | None = None,
+    parallel: DataParallel | Sharding | None = None,
     clip_grad_norm: float | None = None,
     target: str | Target | None = None,
     fake: bool = True,
@@ -71,7 +72,8 @@ def trace(
         scaler: True for a `torch.amp.GradScaler` around the step, or one that says how.
         ema: True for a running average of the parameters (`torch.optim.swa_utils.AveragedModel`), or a function that
             makes one from the model: a module with ``update_parameters(model)``.
-        parallel: How the step is spread over devices: `DataParallel`. The graph is then that of one of them.
+        parallel: How the step is spread over devices: `DataParallel` or `Sharding`. The graph is then that of the
+            first of them.
         clip_grad_norm: Largest norm of all gradients together (`torch.nn.utils.clip_grad_norm_` before the optimizer);
             None clips nothing.
         target: Device to record the kernels of: the model's own if None.
@@ -109,7 +111,29 @@ def trace(
         fake=fake,
     )
     graph = with_blas_workspaces(graph, blas_workspace_bytes(model, target))
-    return graph if parallel is None else replicate(graph, parallel)
+    return graph if parallel is None else distribute(graph, parallel)
+
+
+def distribute(graph: StepGraph, parallel: DataParallel | Sharding) -> StepGraph:
+    """The step of one of many devices, made from the step of one: one trace answers for any number of devices.
+
+    Args:
+        graph: A step that `trace` returned, of one device.
+        parallel: `DataParallel` (every device has the whole model) or `Sharding` (they share its states).
+
+    Returns:
+        The step of the first of them.
+
+    Raises:
+        UsageError: If the step cannot be spread so.
+
+    Example:
+        >>> import torch
+        >>> graph = trace(nn.Sequential(nn.Linear(8, 8, bias=False)), torch.ones(2, 8), loss=lambda y: y.sum())
+        >>> graph.static_bytes, distribute(graph, Sharding(stage=3, world_size=4)).static_bytes
+        (836, 260)
+    """
+    return replicate(graph, parallel) if isinstance(parallel, DataParallel) else shard(graph, parallel)
 
 
 def plan(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from autoremat._errors import PlanError, PlanMismatch
 from autoremat._plan import OpCall, Plan, Region, SavedOutput
-from autoremat._replay import RegionSpec, is_uncounted, replay
+from autoremat._replay import RegionSpec, gathers_units, is_uncounted, replay
 from autoremat._step_graph import StepGraph
 
 
@@ -69,7 +69,7 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
 
     Raises:
         PlanMismatch: If a region or a stored output is not in the step; names it.
-        PlanError: If a region has regions inside it: they can be applied, not priced.
+        PlanError: If a region has regions or sharded units inside it: they can be applied, not priced.
     """
     by_path: dict[str, list[int]] = {}
     for call in graph.calls:
@@ -86,6 +86,11 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
             raise PlanMismatch(
                 f"The plan has a region {region.path!r} (call {region.number}) that this step of {graph.model} does "
                 "not run. Plan again for this model and batch."
+            )
+        if any(gathers_units(graph, c) for c in calls):
+            raise PlanError(
+                f"Region {region.path!r} has sharded units inside it: recompute would gather all of them and keep them "
+                "gathered, which is not predicted. Make the regions the units, or smaller."
             )
         specs.extend(RegionSpec(call=c, kept=_find_kept(graph, c, region.saved)) for c in calls)
     return sorted(specs, key=lambda spec: graph.calls[spec.call].start)

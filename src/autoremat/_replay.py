@@ -16,6 +16,9 @@ from itertools import pairwise
 from autoremat._plan import UNCOUNTED_OPS
 from autoremat._step_graph import Op, SavedTensor, StepGraph
 
+GATHER = "fsdp.all_gather"
+"""The op that gathers a unit of a sharded step (see `_gathering`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
@@ -63,6 +66,12 @@ def is_uncounted(graph: StepGraph, op: Op) -> bool:
     if op.name in UNCOUNTED_OPS:
         return True
     return op.name == "aten._to_copy.default" and any(graph.storages[s].cause == "parameter" for s in op.inputs)
+
+
+def gathers_units(graph: StepGraph, call: int) -> bool:
+    """Whether parameters are gathered inside a module call: recompute would gather all of its units and keep them."""
+    span = graph.calls[call]
+    return any(op.name == GATHER for op in graph.ops[span.start : span.end])
 
 
 def replay(graph: StepGraph, call: int, kept: Iterable[int] = (), saved: list[SavedTensor] | None = None) -> Replay:

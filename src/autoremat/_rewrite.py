@@ -146,10 +146,12 @@ class Rewriting:
         return clock + bisect_left(self._edges, clock + 1)
 
     def _after_own(self, clock: int, call: int) -> int:
-        """A clock, after what was inserted at it for a call around the given one or for that one itself."""
-        position = self._before(clock) if clock < len(self.graph.ops) else clock + bisect_left(self._edges, clock)
+        """A clock at which a call is running: after what was inserted at it for that call, one around it, or before."""
+        position = clock + bisect_left(self._edges, clock)
+        micro_step = self.graph.calls[call].micro_step
         for made in self._inserts[bisect_left(self._edges, clock) : bisect_left(self._edges, clock + 1)]:
-            if made.phase == "forward" and made.call <= call:
+            is_earlier = self.graph.calls[made.call].micro_step < micro_step
+            if is_earlier or (made.phase == "forward" and made.call <= call):
                 position = made.index + 1
         return position
 
@@ -180,7 +182,7 @@ class Rewriting:
 
     def _moved_call(self, call: ModuleCall) -> ModuleCall:
         start = self._after_own(call.start, call.index)
-        return replace(call, start=start, end=max(start, self._after_own(call.end, -1)))
+        return replace(call, start=start, end=max(start, call.end + bisect_left(self._edges, call.end)))
 
 
 def _op_of(made: Insert) -> Op:

@@ -30,5 +30,13 @@ def model_signature(model: nn.Module, *, dtype: object = None) -> str:
         >>> model_signature(nn.Linear(2, 3)) == model_signature(nn.Linear(2, 3))
         True
     """
-    text = "\n".join([type(model).__name__, *signature_lines(model, dtype=dtype)])
+    text = "\n".join([_class_name(model), *signature_lines(model, dtype=dtype)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _class_name(model: nn.Module) -> str:
+    """Name of a model's class; ``fully_shard`` puts one of its own before it."""
+    kind = type(model)
+    if any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:]):
+        kind = kind.__bases__[-1]
+    return kind.__name__

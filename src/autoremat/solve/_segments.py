@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from autoremat._replay import gathers_units
 from autoremat.solve._facts import Facts
 from autoremat.solve._units import Inner
 
@@ -139,7 +140,7 @@ def _is_possible(facts: Facts, call: int) -> bool:
     """Whether recompute would find its inputs as forward did, and backward asks for anything at all."""
     graph, span = facts.graph, facts.graph.calls[call]
     until = facts.first_unpack(call)
-    if until is None or until < span.end:
+    if until is None or until < span.end or gathers_units(graph, call):
         return False
     read = {s for op in graph.ops[span.start : span.end] for s in op.inputs if not _is_inside(facts, call, s)}
     return not any(
