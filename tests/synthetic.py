@@ -1,5 +1,6 @@
 """Results made up for tests of renderers: no model is run."""
 
+from autoremat._calibration import Calibration
 from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput
 from autoremat._results import Difference, MeasuredStep, MemoryProfile, TrainedRuns, UsageReport, VerifyReport
 
@@ -113,3 +114,34 @@ def trained(*, num_equal: int = 12) -> TrainedRuns:
     losses = tuple(5.5 - 0.1 * i for i in range(12))
     planned = tuple(loss if i < num_equal else loss + 1e-7 for i, loss in enumerate(losses))
     return TrainedRuns(plain_losses=losses, planned_losses=planned, plain_step_s=0.5, planned_step_s=0.55)
+
+
+def calibration(**changes) -> Calibration:
+    """A machine with round figures."""
+    fields = {
+        "device": "Test CPU",
+        "device_kind": "cpu",
+        "num_threads": 1,
+        "memory_bytes": 2**34,
+        "torch_version": "2.13",
+        "made_at": "2026-11-29",
+        "flops_per_s": {
+            "matmul": {"float32": ((1e6, 5e10), (1e9, 1e11))},
+            "attention": {"float32": ((1e6, 2e10),)},
+            "attention_backward": {"float32": ((1e6, 1e10),)},
+        },
+        "fitted_s": {
+            "convolution": {"float32": (1e-11, 1e-10)},
+            "convolution_backward": {"float32": (2e-11, 1e-10)},
+        },
+        "traffic_s_per_byte": ((1e3, 1e-11), (1e9, 1e-10)),
+        "op_s_per_byte": {"aten.tanh.default": {"float32": 1e-9}},
+        "fault_s_per_byte": 1e-9,
+        "fault_from_bytes": 2**25,
+        "launch_s": 1e-6,
+        "op_s": {"forward": 4e-6, "backward": 3e-6, "optimizer": 2e-6},
+        "region_s": 1e-4,
+        "watched_op_s": 1e-5,
+        "error": 0.02,
+    }
+    return Calibration(**fields | changes)

@@ -85,6 +85,7 @@ OPTIONS = {
     "measure": "--batch --budget --clip-grad-norm --json --objective --optimizer --plan --precision --seq --target "
     "model",
     "targets": "--json",
+    "calibrate": "--dtypes --json",
     "presets": "",
     "demo": "--report --steps",
 }

@@ -1,16 +1,34 @@
-"""The roofline: what each term costs."""
+"""What ops and regions cost: described, calibrated, measured."""
 
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
-from autoremat import get_target
-from autoremat._cost import op_seconds
+import autoremat as ar
+import synthetic
+from autoremat import UsageError, get_target
+from autoremat._calibrate import calibrate
+from autoremat._calibration import find_calibration, interpolate
+from autoremat._cost import RegionCost, launch_bound_share, op_seconds, relative_error, step_seconds
+from autoremat._replay import RegionSpec
 from autoremat._step_graph import Op
+from autoremat._targets import this_machine
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def op(**fields):
-    return Op(index=0, phase="forward", name="aten.x.default", call=0, inputs=(), outputs=(), **fields)
+    named = {"index": 0, "phase": "forward", "name": "aten.x.default", "call": 0, "inputs": (), "outputs": ()}
+    return Op(**named | fields)
+
+
+def calibrated(**changes):
+    return this_machine(calibration=synthetic.calibration(**changes))
 
 
 @pytest.mark.parametrize("name", ["cpu", "rtx3090-24g", "h200-141g"])
@@ -24,6 +42,13 @@ def test_the_larger_of_compute_and_traffic_counts(name):
     assert op_seconds(op(), target) == target.launch_s
 
 
+def test_a_launch_overlaps_with_the_kernel_on_a_gpu_and_not_on_a_cpu():
+    work = op(flops=10**9, dtype="float32")
+    gpu, cpu = get_target("rtx3090-24g"), get_target("cpu")
+    assert op_seconds(work, gpu) == 10**9 / gpu.rate("float32")
+    assert op_seconds(work, cpu) == pytest.approx(10**9 / cpu.rate("float32") + cpu.launch_s)
+
+
 def test_random_numbers_take_time_on_a_serial_generator():
     target = dataclasses.replace(get_target("cpu"), random_number_s=1e-6)
     drawn = op_seconds(op(is_random=True, shape=(10, 100)), target) - op_seconds(op(shape=(10, 100)), target)
@@ -33,3 +58,152 @@ def test_random_numbers_take_time_on_a_serial_generator():
 def test_half_precision_is_faster_where_the_device_has_it():
     a100 = get_target("a100-80g")
     assert op_seconds(op(flops=10**12, dtype="bfloat16"), a100) < op_seconds(op(flops=10**12, dtype="float32"), a100)
+
+
+def test_curves_are_linear_over_the_logarithm_of_size():
+    curve = ((1e3, 1.0), (1e5, 3.0))
+    assert [interpolate(curve, size) for size in (1, 1e3, 1e4, 1e5, 1e9)] == [1, 1, pytest.approx(2), 3, 3]
+
+
+AROUND = 4e-6
+"""What the synthetic calibration has around an op of forward."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"name": "aten.mm.default", "flops": 10**9}, 1e-2),
+        ({"name": "aten.addmm.default", "flops": 10**6}, 1e6 / 5e10),
+        ({"name": "aten._scaled_dot_product_flash_attention_for_cpu.default", "flops": 10**6}, 1e6 / 2e10),
+        ({"name": "aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "flops": 10**6}, 1e6 / 1e10),
+        ({"name": "aten.convolution.default", "flops": 10**6, "moved_bytes": 10**6}, 1e-5 + 1e-4),
+        ({"name": "aten.convolution_backward.default", "flops": 10**6, "moved_bytes": 10**6}, 2e-5 + 1e-4),
+        ({"name": "aten.add.Tensor", "moved_bytes": 10**9}, 1e9 * 1e-10),
+        ({"name": "aten.tanh.default", "moved_bytes": 10**6}, 1e6 * 1e-9),
+        ({"name": "aten.tanh.default", "moved_bytes": 10**6, "dtype": "bfloat16"}, 1e6 * 1e-9),
+        ({"name": "aten.empty.memory_format", "moved_bytes": 10**9}, 0.0),
+        ({"is_view": True, "moved_bytes": 0}, 0.0),
+    ],
+)
+def test_a_calibrated_op_costs_what_its_family_was_measured_to(fields, seconds):
+    found = op_seconds(op(**{"dtype": "float32"} | fields), calibrated())
+    assert found == pytest.approx(seconds + AROUND, rel=1e-6)
+
+
+def test_large_new_storages_pay_for_fresh_pages_and_small_ones_do_not():
+    kernel = op_seconds(op(), calibrated())
+    assert op_seconds(op(), calibrated(), [2**25]) == pytest.approx(kernel + 2**25 * 1e-9)
+    assert op_seconds(op(), calibrated(), [2**25 - 1]) == kernel
+
+
+def test_rows_that_are_read_count_and_not_the_table_they_are_in():
+    read = op(name="aten.embedding.default", moved_bytes=10**9, dtype="float32")
+    assert op_seconds(read, calibrated(), [1000]) < AROUND + 1e-6
+
+
+def test_a_measured_call_replaces_the_kernel():
+    assert op_seconds(op(flops=10**12), calibrated(), (), 1e-3) == pytest.approx(1e-3 - 1e-6 + AROUND)
+    assert op_seconds(op(flops=10**12), get_target("cpu"), (), 1e-3) > 1, "only the machine it was measured on"
+
+
+def chain(width=32, num_blocks=3):
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(num_blocks)]
+    return nn.Sequential(*blocks)
+
+
+def square(output):
+    return output.square().mean()
+
+
+def test_regions_cost_something_of_their_own():
+    graph = ar.trace(chain(), torch.ones(4, 32), loss=square)
+    calls = [call for call in graph.calls if call.parent == 0]
+    plain = [RegionSpec(call.index) for call in calls]
+    cost = RegionCost(graph, calibrated())
+    assert cost.total([]) == 0
+    assert cost.total(plain) == pytest.approx(3 * 1e-4)
+    kept = frozenset({graph.ops[calls[0].start + 1].outputs[0]})
+    num_ops = calls[0].end - calls[0].start
+    assert cost.total([RegionSpec(calls[0].index, kept)]) == pytest.approx(1e-4 + num_ops * 1e-5)
+
+
+def test_plans_for_time_count_what_regions_cost():
+    graph = ar.trace(chain(), torch.ones(64, 32), loss=square)
+    smallest = ar.frontier(graph).smallest_bytes
+    for target in (calibrated(), calibrated(region_s=1e-2, watched_op_s=0.0)):
+        plan = ar.plan(graph, budget=smallest, target=target)
+        assert plan.regions
+        extra = plan.planned.seconds - plan.plain.seconds
+        assert extra >= len(plan.regions) * target.calibration.region_s
+        point = ar.frontier(graph, target=target).point(smallest)
+        assert point.overhead_s == pytest.approx(plan.overhead_s)
+
+
+def test_a_gpu_waits_for_the_host_only_where_launches_rule():
+    gpu = get_target("a100-80g")
+    graph = ar.trace(chain(), torch.ones(4, 32), loss=square, target="a100-80g")
+    assert launch_bound_share(graph, gpu) > 0.9
+    calls = [call for call in graph.calls if call.parent == 0]
+    assert RegionCost(graph, gpu).total([RegionSpec(calls[0].index)]) > 1e-4
+    large = ar.trace(chain(4096), torch.ones(4096, 4096), loss=square, target="a100-80g")
+    assert launch_bound_share(large, gpu) < 0.05
+    assert RegionCost(large, gpu).total([RegionSpec(calls[0].index)]) < 1e-5
+
+
+def test_the_range_is_wide_where_nothing_was_measured():
+    graph = ar.trace(chain(), torch.ones(4, 32), loss=square)
+    measured = dataclasses.replace(graph, measured_s=(None,) * len(graph.ops))
+    errors = [relative_error(graph, get_target("cpu")), relative_error(graph, calibrated())]
+    errors.append(relative_error(measured, calibrated()))
+    assert errors == sorted(errors, reverse=True)
+    assert relative_error(measured, calibrated(error=0.5)) == 0.5
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return calibrate(dtypes=("float32",), call_s=0.0, save=False)
+
+
+def test_calibrating_measures_this_machine(machine):
+    assert 1e9 < machine.best_rates["float32"] < 1e14
+    assert machine.traffic_s_per_byte == tuple(sorted(machine.traffic_s_per_byte))
+    assert all(value > 0 for values in machine.op_s_per_byte.values() for value in values.values())
+    assert machine.op_s_per_byte["aten.tanh.default"]["float32"] > machine.op_s_per_byte["aten.neg.default"]["float32"]
+    assert all(seconds > 0 for seconds in machine.op_s.values())
+    assert find_calibration() is None
+
+
+def test_a_kept_calibration_is_found_by_its_threads(machine):
+    machine.save()
+    assert find_calibration() == find_calibration(machine.num_threads) == machine
+    assert find_calibration(machine.num_threads + 1) is None
+
+
+def test_calibrate_refuses_what_is_not_there():
+    with pytest.raises(UsageError, match="float32"):
+        calibrate(dtypes=("bfloat16",))
+    with pytest.raises(UsageError, match="float33"):
+        calibrate(dtypes=("float32", "float33"))
+    with pytest.raises(UsageError, match="'cpu'"):
+        calibrate(device="tpu")
+
+
+def test_measuring_ops_times_every_kernel_of_the_step(machine):
+    machine.save()
+    model = nn.Sequential(nn.Embedding(10, 32), chain(), nn.Dropout(0.1))
+    graph = ar.trace(model, torch.arange(8) % 10, loss=square, target="here", cost="measured")
+    missing = [op.name for op, s in zip(graph.ops, graph.measured_s, strict=True) if s is None and not op.is_view]
+    assert missing == []
+    again = ar.trace(model, torch.arange(8) % 10, loss=square, target="here", cost="measured")
+    assert again.measured_s == graph.measured_s, "the second time they come from the file"
+    target = this_machine(torch.get_num_threads())
+    assert step_seconds(graph, target) != step_seconds(dataclasses.replace(graph, measured_s=()), target)
+    plan = ar.plan(graph, budget="1GiB", target="here")
+    assert plan.plain.seconds == pytest.approx(sum(step_seconds(graph, target)))
+
+
+def test_measuring_ops_needs_a_calibrated_machine():
+    with pytest.raises(UsageError, match="autoremat calibrate"):
+        ar.trace(chain(), torch.ones(4, 32), loss=square, cost="measured")
+    with pytest.raises(UsageError, match="'roofline' or 'measured'"):
+        ar.trace(chain(), torch.ones(4, 32), loss=square, cost="guess")

@@ -6,6 +6,8 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from autoremat._api import distribute, frontier, plan, profile, trace
+    from autoremat._calibrate import calibrate
+    from autoremat._calibration import Calibration
     from autoremat._data_parallel import DataParallel
     from autoremat._errors import (
         AutorematError,
@@ -28,7 +30,7 @@ if _TYPE_CHECKING:
     from autoremat._results import MemoryProfile, UsageReport, VerifyReport
     from autoremat._sharding import Sharding
     from autoremat._step_graph import StepGraph
-    from autoremat._targets import Target, get_target, target_names
+    from autoremat._targets import Target, get_target, load_target, target_names
     from autoremat._verify import verify
     from autoremat.runtime import Applied, Explanation, apply, checkpoint, checkpoint_sequential, explain
 
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "_api": ("distribute", "frontier", "plan", "profile", "trace"),
+    "_calibrate": ("calibrate",),
+    "_calibration": ("Calibration",),
     "_data_parallel": ("DataParallel",),
     "_errors": (
         "AutorematError",
@@ -58,7 +62,7 @@ _HOMES = {
     "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
     "_sharding": ("Sharding",),
     "_step_graph": ("StepGraph",),
-    "_targets": ("Target", "get_target", "target_names"),
+    "_targets": ("Target", "get_target", "load_target", "target_names"),
     "_verify": ("verify",),
     "runtime": ("Applied", "Explanation", "apply", "checkpoint", "checkpoint_sequential", "explain"),
 }
@@ -70,6 +74,7 @@ __all__ = [
     "BatchError",
     "BudgetError",
     "BudgetInfeasible",
+    "Calibration",
     "DataParallel",
     "Explanation",
     "Frontier",
@@ -93,6 +98,7 @@ __all__ = [
     "VerifyReport",
     "apply",
     "build_preset",
+    "calibrate",
     "checkpoint",
     "checkpoint_sequential",
     "distribute",
@@ -100,6 +106,7 @@ __all__ = [
     "fake_weights",
     "frontier",
     "get_target",
+    "load_target",
     "measure",
     "plan",
     "plan_schema",

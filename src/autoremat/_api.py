@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from autoremat._cost import step_seconds
 from autoremat._data_parallel import DataParallel, replicate
 from autoremat._errors import UsageError
 from autoremat._frontier import MIN_POINTS, Frontier
+from autoremat._measure_ops import CallLog, measure_calls
 from autoremat._model_states import EmaFactory, OptimizerFactory
 from autoremat._plan import Plan
 from autoremat._planning import (
@@ -54,6 +56,7 @@ def trace(
     clip_grad_norm: float | None = None,
     target: str | Target | None = None,
     fake: bool = True,
+    cost: Literal["roofline", "measured"] = "roofline",
 ) -> StepGraph:
     """Record one whole training step, with no memory for weights and no GPU. The model is not changed.
 
@@ -79,6 +82,8 @@ def trace(
         target: Device to record the kernels of: the model's own if None.
         fake: Trace on fake tensors. False runs the step for real on a copy of the model, for code that reads values of
             activations (``.item()``, ``.nonzero()``); it takes the memory of weights and activations, and a copy.
+        cost: Where the ops' times come from later: the target's "roofline", or "measured": with ``target="here"``,
+            each distinct call is timed on this machine now (seconds to minutes; times are kept for the next trace).
 
     Returns:
         The step as plain data.
@@ -87,6 +92,7 @@ def trace(
         BatchError: If the batch does not fit the model.
         LossError: If no scalar loss is found.
         TraceError: If the step cannot be traced.
+        UsageError: For an option out of range; for ``cost="measured"`` where `calibrate` has not run.
 
     Example:
         >>> import torch
@@ -95,7 +101,8 @@ def trace(
         >>> graph.flops > 0
         True
     """
-    device_kind = None if target is None else find_target(model, target).device_kind
+    device = None if target is None else find_target(model, target)
+    log = _call_log(cost, device, parallel)
     graph = trace_step(
         model,
         batch,
@@ -107,10 +114,13 @@ def trace(
         scaler=scaler,
         ema=ema,
         clip_grad_norm=clip_grad_norm,
-        device_kind=device_kind,
+        device_kind=None if device is None else device.device_kind,
         fake=fake,
+        on_op=log,
     )
     graph = with_blas_workspaces(graph, blas_workspace_bytes(model, target))
+    if log is not None and device is not None and device.calibration is not None:
+        graph = dataclasses.replace(graph, measured_s=tuple(measure_calls(log, device.calibration)))
     return graph if parallel is None else distribute(graph, parallel)
 
 
@@ -134,6 +144,21 @@ def distribute(graph: StepGraph, parallel: DataParallel | Sharding) -> StepGraph
         (836, 260)
     """
     return replicate(graph, parallel) if isinstance(parallel, DataParallel) else shard(graph, parallel)
+
+
+def _call_log(cost: str, device: Target | None, parallel: DataParallel | Sharding | None) -> CallLog | None:
+    if cost not in ("roofline", "measured"):
+        raise UsageError(f"cost={cost!r}: use 'roofline' or 'measured'.")
+    if cost == "roofline":
+        return None
+    if parallel is not None:
+        raise UsageError("cost='measured' times the ops of one device: leave out parallel=, or use cost='roofline'.")
+    if device is None or device.calibration is None:
+        raise UsageError(
+            "cost='measured' times ops on this machine: use it with target='here', after `autoremat calibrate` "
+            "(autoremat.calibrate()), which measures what is around the ops."
+        )
+    return CallLog()
 
 
 def plan(

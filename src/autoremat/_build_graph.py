@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.utils._pytree import tree_iter
 
-from autoremat._capture import Recorder, Recording
+from autoremat._capture import OnOp, Recorder, Recording
 from autoremat._device_ops import CudaOps
 from autoremat._errors import AutorematError, TraceError, UsageError
 from autoremat._fake import fake_copies, fake_copy, is_fake
@@ -45,6 +45,7 @@ def trace(
     clip_grad_norm: float | None = None,
     device_kind: str | None = None,
     fake: bool = True,
+    on_op: OnOp | None = None,
 ) -> StepGraph:
     """Record one whole training step of a model, with fake parameters: no memory for weights, no GPU.
 
@@ -65,6 +66,7 @@ def trace(
         clip_grad_norm: Largest norm of all gradients together, applied before the optimizer; None clips nothing.
         device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
         fake: Run on fake tensors; False runs on real copies, for models whose code reads values of activations.
+        on_op: Called with operator, arguments and keywords of each op that is recorded.
 
     Returns:
         The step.
@@ -104,6 +106,7 @@ def trace(
             precision=casting,
             clip_grad_norm=clip_grad_norm,
             as_cuda=device_kind == "cuda",
+            on_op=on_op,
         )
     kind = device_kind or _device_kind(model)
     return _sort(
@@ -144,11 +147,13 @@ def _record(
     precision: Precision,
     clip_grad_norm: float | None,
     as_cuda: bool,
+    on_op: OnOp | None,
 ) -> Recorder:
     parameters = [p for p in twin.parameters() if p.requires_grad]
     around = _warm_states(states, twin, parameters, mode)
     names = {p: name for name, p in twin.named_parameters()}
-    recorder = Recorder(mode, device_kind="cuda" if as_cuda else parameters[0].device.type if parameters else "cpu")
+    kind = "cuda" if as_cuda else parameters[0].device.type if parameters else "cpu"
+    recorder = Recorder(mode, device_kind=kind, on_op=on_op)
     _register_states(recorder, twin, batch, around)
     if keep_gradients:
         _make_gradients(parameters, mode)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ _READS_NUMBER = "aten._local_scalar_dense.default"
 _RNN_LAYER = "aten.mkldnn_rnn_layer.default"
 _RNN_BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 _NEW_CONSTANT = frozenset({"aten.lift_fresh.default", "aten.lift_fresh_copy.default"})
+OnOp = Callable[[Any, Any, Any], None]
 _NOT_RECORDED = frozenset({"aten.detach.default", "prim.device.default"})
 
 
@@ -117,10 +119,12 @@ class Recorder(TorchDispatchMode):
     Args:
         mode: Mode that the model's fake tensors belong to; None when everything is real.
         device_kind: Whose kernels the ops stand for; those of "cpu" have workspaces.
+        on_op: Called with operator, arguments and keywords of each op that is recorded.
     """
 
-    def __init__(self, mode: FakeTensorMode | None, *, device_kind: str = "cpu") -> None:
+    def __init__(self, mode: FakeTensorMode | None, *, device_kind: str = "cpu", on_op: OnOp | None = None) -> None:
         super().__init__()
+        self._on_op = on_op
         self.fake_mode = mode
         self._on_cpu = device_kind == "cpu"
         self.recording = Recording()
@@ -204,6 +208,8 @@ class Recorder(TorchDispatchMode):
         results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         if tensors or results:
             self._record(func, info, args, kwargs, tensors, inputs, results, out)
+            if self._on_op is not None:
+                self._on_op(func, args, kwargs)
         return out
 
     def _execute(self, func: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:

@@ -216,14 +216,26 @@ def measure(
 
 @app.command()
 def targets(*, json: JsonOption = False) -> None:
-    """List the devices that a plan can be made for."""
+    """List the devices that a plan can be made for: a name, or the path of a .toml or .json file of your own."""
     found = [get_target(name) for name in target_names()]
     if json:
-        import dataclasses
-
-        _print_json([dataclasses.asdict(target) | {"usable_bytes": target.usable_bytes} for target in found])
+        _print_json([target.to_dict() for target in found])
     else:
         _print(_tables.targets_table(found), json=False)
+
+
+@app.command()
+def calibrate(
+    *,
+    dtypes: Annotated[str, typer.Option(help="Dtypes to measure, with commas between.")] = "float32,bfloat16",
+    json: JsonOption = False,
+) -> None:
+    """Measure this machine, for --target here. Takes under two minutes; leave the machine alone meanwhile."""
+    from autoremat._calibrate import calibrate as run_calibrate
+
+    with _progress(quiet=json) as report:
+        found = run_calibrate(dtypes=tuple(name.strip() for name in dtypes.split(",")), progress=report)
+    _print(found.to_json() if json else _tables.calibration_table(found), json=json)
 
 
 @app.command()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoremat._allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
-from autoremat._cost import step_seconds
+from autoremat._cost import RegionCost, step_seconds
 from autoremat._errors import BudgetInfeasible, UsageError
 from autoremat._frontier import Frontier, FrontierPoint
 from autoremat._ledger import expand, peak_bytes, price
@@ -25,7 +25,7 @@ from autoremat._reserved import reserved
 from autoremat._results import AllocatorUsage, MemoryProfile
 from autoremat._schedule import Action
 from autoremat._step_graph import StepGraph
-from autoremat._targets import Target, find_by_title, get_target
+from autoremat._targets import HERE, Target, find_by_title, get_target, this_machine
 from autoremat._units import format_bytes
 from autoremat.solve import Planner, Solution
 
@@ -56,7 +56,13 @@ class Planning:
         self.op_cost = self.op_seconds if objective == "time" else tuple(float(op.flops) for op in graph.ops)
         self.total_cost = max(sum(self.op_cost), 1e-30)
         self._recomputed: dict[tuple[RegionSpec, ...], tuple[int, float]] = {}
-        self.planner = Planner(graph, op_cost=self.op_cost, price=self._price)
+        self.region_cost = RegionCost(graph, target)
+        self.planner = Planner(
+            graph,
+            op_cost=self.op_cost,
+            price=self._price,
+            region_cost=self.region_cost if objective == "time" else None,
+        )
 
     def _price(self, specs: Sequence[RegionSpec]) -> int:
         """Peak of the step with these regions; what they recompute is written down on the way."""
@@ -122,10 +128,12 @@ class Planning:
 
     def _point(self, solution: Solution) -> FrontierPoint:
         flops, seconds = self._recomputed[solution.regions]
+        plain_s = max(1e-30, sum(self.op_seconds))
+        seconds += self.region_cost.total(solution.regions)
         return FrontierPoint(
             peak_bytes=solution.peak_bytes,
             overhead_flops=(self.graph.flops + flops) / max(1, self.graph.flops) - 1,  # as `Plan.overhead_flops`
-            overhead_s=seconds / max(1e-30, sum(self.op_seconds)),
+            overhead_s=seconds / plain_s,
             bound=solution.bound / self.total_cost,
             num_regions=len(solution.regions),
         )
@@ -165,6 +173,7 @@ class Planning:
         plain, planned = (
             price_step(graph, chosen, self.op_seconds, self.target, self.settings) for chosen in ((), specs)
         )
+        planned = dataclasses.replace(planned, step_s=planned.step_s + self.region_cost.total(specs))
         return Plan(
             regions=describe_all(graph, specs),
             budget_bytes=budget_bytes,
@@ -229,6 +238,8 @@ def find_target(model: nn.Module | StepGraph | None, target: str | Target | None
     """
     if isinstance(target, Target):
         return target
+    if target is not None and target.strip().lower() == HERE:
+        return this_machine(torch.get_num_threads())
     if target is not None:
         return get_target(target)
     device = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None

@@ -133,6 +133,7 @@ class Rewriting:
             saved=tuple(self._moved_saved(record) for record in graph.saved),
             calls=tuple(self._moved_call(call) for call in graph.calls),
             parallel=parallel,
+            measured_s=(),  # times of the ops of one device, by position
         )
 
     def _before(self, clock: int) -> int:

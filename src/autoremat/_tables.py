@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from autoremat._calibration import Calibration
 from autoremat._frontier import Frontier
 from autoremat._plan import Plan, Prediction, Region
 from autoremat._results import UsageReport, VerifyReport
@@ -153,21 +155,45 @@ def usage_table(report: UsageReport) -> Table:
 
 
 def targets_table(targets: Iterable[Target]) -> Table:
-    """Targets with their memory, rates and sources."""
-    table = Table(caption="Dense peaks; memory as the driver offers it.", caption_justify="left")
+    """Targets with their memory, rates and links; how many of a target's figures were checked against another place."""
+    caption = "Dense peaks; memory as the driver offers it. --json: each figure's source, and where it was checked."
+    table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("target", no_wrap=True)
-    for column in ("memory", "float32\nTFLOP/s", "bfloat16\nTFLOP/s", "bandwidth\nGB/s"):
+    columns = ("memory", "usable", "float32\nTFLOP/s", "bfloat16\nTFLOP/s", "memory\nGB/s", "host\nGB/s")
+    for column in (*columns, "checked"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("source", style="dim")
     for target in targets:
         rates = [target.flops_per_s.get(dtype) for dtype in ("float32", "bfloat16")]
         table.add_row(
             target.name,
             format_bytes(target.memory_bytes),
-            *("none" if rate is None else f"{rate / 1e12:,.1f}" for rate in rates),
+            format_bytes(target.usable_bytes),
+            *("none" if rate is None else f"{rate / 1e12:,.2f}" for rate in rates),
             f"{target.bandwidth_bytes_per_s / 1e9:,.0f}",
-            target.source,
+            f"{target.host_link_bytes_per_s / 1e9:,.0f}",
+            f"{len(target.checked)}/{len(target.sources)}",
         )
+    return table
+
+
+def calibration_table(found: Calibration) -> Table:
+    """What was measured on a machine."""
+    title = f"{found.device}, {found.num_threads} threads, torch {found.torch_version}"
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for dtype, rate in found.best_rates.items():
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:,.0f} GFLOP/s")
+    small, large = found.traffic_s_per_byte[0][1], found.traffic_s_per_byte[-1][1]
+    table.add_row("elementwise, small to large", f"{1e-9 / small:,.0f} to {1e-9 / large:,.0f} GB/s")
+    if found.fault_s_per_byte:
+        size = format_bytes(found.fault_from_bytes)
+        table.add_row(f"fresh pages, tensors from {size}", f"{1e-9 / found.fault_s_per_byte:,.1f} GB/s")
+    for phase, seconds in found.op_s.items():
+        table.add_row(f"around an op, {phase}", format_seconds(seconds))
+    table.add_row("around a region", format_seconds(found.region_s))
+    table.add_row("around an op of a region that stores single outputs", format_seconds(found.watched_op_s))
+    table.add_row("error on a step that was predicted and run", format_percent(found.error))
     return table
 
 

@@ -8,7 +8,7 @@ Known limit: at most `max_points` options; the exact frontier can have more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._program import RESOLUTION, Program
 from autoremat.solve._units import Inner, Unit, build_units
 
+RegionCost = Callable[[int, Replay], float]
 _MANY_UNITS = 60
 """Regions of more units than this get fewer points, in proportion: solving one takes longer."""
 _MIN_POINTS = 10
@@ -31,7 +32,7 @@ class Option:
 
     Attributes:
         kept: Storages that it stores.
-        cost: What its recompute costs, FLOPs or seconds.
+        cost: What its recompute costs, FLOPs or seconds, the region itself included.
         weight: Cost plus a little for the bytes that its recompute moves, so that equal costs are told apart.
         saved_bytes: What it frees between its forward and its recompute; negative if it holds more than the plain step.
         recompute_bytes: Largest live bytes of its recompute, above what lives just before.
@@ -48,7 +49,9 @@ class Option:
     forward: Bytes
 
 
-def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, max_points: int) -> list[Option]:
+def enumerate_options(
+    facts: Facts, inner: Inner, op_cost: Sequence[float], *, max_points: int, region_cost: RegionCost | None = None
+) -> list[Option]:
     """Find the options of a region, cheapest (most bytes kept) first.
 
     Args:
@@ -56,6 +59,7 @@ def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, m
         inner: The region.
         op_cost: Cost of each op of the step.
         max_points: How many limits on stored bytes to try.
+        region_cost: What a region costs beyond the ops that it runs again.
 
     Returns:
         Options none of which is beaten by another in cost, bytes freed and bytes of recompute together.
@@ -67,7 +71,9 @@ def enumerate_options(facts: Facts, inner: Inner, op_cost: Sequence[float], *, m
     for stored in _sweep(units, points):
         kept = _prune(facts, replay(facts.graph, inner.call, stored, saved), stored)
         if kept not in options:
-            options[kept] = _price(facts, inner, kept, replay(facts.graph, inner.call, kept, saved), op_cost)
+            work = replay(facts.graph, inner.call, kept, saved)
+            around = 0.0 if region_cost is None else region_cost(inner.call, work)
+            options[kept] = _price(facts, inner, kept, work, op_cost, around)
     return _undominated(list(options.values()))
 
 
@@ -93,7 +99,9 @@ def _prune(facts: Facts, work: Replay, kept: frozenset[int]) -> frozenset[int]:
     return (kept & (read | work.needed)) - made
 
 
-def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float]) -> Option:
+def _price(
+    facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float], around: float
+) -> Option:
     graph = facts.graph
     span = graph.calls[inner.call]
     held_states, passing_states = random_states(graph, inner.call, work)
@@ -108,7 +116,7 @@ def _price(facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_co
         forward[min(inner.deaths[s], span.end) - span.start] -= size[s]
     for s in extra:
         forward[min(facts.deaths[s], span.end) - span.start] += size[s]
-    cost = float(sum(op_cost[index] for index in work.ops))
+    cost = float(sum(op_cost[index] for index in work.ops)) + around
     return Option(
         kept=kept,
         cost=cost,

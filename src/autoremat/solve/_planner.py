@@ -20,6 +20,7 @@ from autoremat._step_graph import StepGraph
 from autoremat.solve._bounds import Bound
 from autoremat.solve._chain import smallest_limit, solve_chain
 from autoremat.solve._facts import collect_facts
+from autoremat.solve._options import RegionCost
 from autoremat.solve._problem import build_problem
 
 MAX_ROUNDS = 5
@@ -94,9 +95,11 @@ class Planner:
         ``Planner(graph, op_cost=flops, price=price).plan(8 * 2**30)``
     """
 
-    def __init__(self, graph: StepGraph, *, op_cost: Sequence[float], price: Price) -> None:
+    def __init__(
+        self, graph: StepGraph, *, op_cost: Sequence[float], price: Price, region_cost: RegionCost | None = None
+    ) -> None:
         facts = collect_facts(graph, op_cost)
-        self._problem = build_problem(facts, op_cost)
+        self._problem = build_problem(facts, op_cost, region_cost)
         self._bound = Bound(facts, op_cost)
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}

@@ -15,7 +15,7 @@ import numpy as np
 from autoremat._replay import RegionSpec
 from autoremat.solve._chain import Chain, Choice, Edge
 from autoremat.solve._facts import Bytes, Facts
-from autoremat.solve._options import Option, enumerate_options
+from autoremat.solve._options import Option, RegionCost, enumerate_options
 from autoremat.solve._segments import Candidate, Segments, find_segments
 from autoremat.solve._units import Inner
 
@@ -69,19 +69,22 @@ def _moved(facts: Facts, source: int, target: int, kept: Iterable[int]) -> Regio
     return RegionSpec(call=target, kept=frozenset(moved))
 
 
-def build_problem(facts: Facts, op_cost: Sequence[float]) -> Problem:
+def build_problem(facts: Facts, op_cost: Sequence[float], region_cost: RegionCost | None = None) -> Problem:
     """Find candidates and options and write the chain problem.
 
     Args:
         facts: The step.
         op_cost: Cost of each op.
+        region_cost: What a region costs beyond the ops that it runs again.
     """
     segments = find_segments(facts)
-    options = _all_options(facts, segments, op_cost)
+    options = _all_options(facts, segments, op_cost, region_cost)
     return Problem(facts=facts, segments=segments, options=options, chain=_Demands(facts, segments, options).chain())
 
 
-def _all_options(facts: Facts, segments: Segments, op_cost: Sequence[float]) -> tuple[tuple[Option, ...], ...]:
+def _all_options(
+    facts: Facts, segments: Segments, op_cost: Sequence[float], region_cost: RegionCost | None
+) -> tuple[tuple[Option, ...], ...]:
     """Options of each candidate; equal candidates are solved once and their options moved."""
     solved: dict[Hashable, tuple[int, tuple[Option, ...]]] = {}
     found: list[tuple[Option, ...]] = []
@@ -90,7 +93,7 @@ def _all_options(facts: Facts, segments: Segments, op_cost: Sequence[float]) -> 
         if candidate.kind not in solved:
             num_leaves = candidate.stop - candidate.first
             points = MAX_POINTS if num_leaves > 1 or len(segments.leaves) < 2 * MAX_POINTS else MIN_POINTS
-            options = enumerate_options(facts, inner, op_cost, max_points=points)
+            options = enumerate_options(facts, inner, op_cost, max_points=points, region_cost=region_cost)
             solved[candidate.kind] = (inner.call, tuple(options))
         source, solution = solved[candidate.kind]
         found.append(tuple(_move_option(facts, source, inner, option) for option in solution))
