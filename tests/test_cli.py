@@ -77,13 +77,13 @@ def run(monkeypatch, capsys):
 
 
 OPTIONS = {
-    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --json --objective --optimizer "
-    "--output --precision --seq --target -o model",
-    "frontier": "--accumulate --batch --json --objective --optimizer --output --points --precision --seq --target -o "
-    "model",
-    "verify": "--batch --budget --json --objective --optimizer --plan --precision --seq --target model",
-    "measure": "--batch --budget --clip-grad-norm --json --objective --optimizer --plan --precision --seq --target "
-    "model",
+    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --json --objective "
+    "--optimizer --output --precision --scaler --seq --shard --target -o model",
+    "frontier": "--accumulate --batch --ddp --ema --json --objective --optimizer --output --points --precision "
+    "--scaler --seq --shard --target -o model",
+    "verify": "--batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq --target model",
+    "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
+    "--seq --target model",
     "targets": "--json",
     "calibrate": "--dtypes --json",
     "presets": "",
@@ -268,3 +268,28 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch):
     with _cli._progress(quiet=True) as report:
         report("counting", 0.5)
     assert seen[-1].file.getvalue() == ""
+
+
+def test_plan_for_one_of_many_devices_shows_what_they_exchange(run, models):
+    code, out, _ = run("plan", f"{models}:chain", "--budget", "2MiB", "--shard", "3:4", "--ema", "--scaler")
+    assert code == 0
+    assert "sharded, stage 3 over 4 devices" in " ".join(out.split())
+    code, out, _ = run("plan", f"{models}:chain", "--budget", "3MiB", "--ddp")
+    assert code == 0
+    assert "communication" in out
+    code, _, err = run("plan", f"{models}:chain", "--budget", "3MiB", "--ddp", "--shard", "3:4")
+    assert (code, "exclude each other" in err) == (2, True)
+    code, _, err = run("plan", f"{models}:chain", "--budget", "3MiB", "--shard", "zero")
+    assert (code, "STAGE:DEVICES" in err) == (2, True)
+
+
+def test_verify_and_measure_take_scaler_and_average(run, models):
+    around = ("--scaler", "--ema", "--precision", "amp-fp16")
+    code, out, _ = run("verify", f"{models}:chain", "--budget", BUDGET, *around)
+    assert code == 0
+    assert "left out after an overflow" in out
+    assert "x ema" in out
+    code, out, _ = run("measure", f"{models}:chain", "--budget", BUDGET, *around, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["planned"]["peak_bytes"] <= found["predicted_planned_bytes"]

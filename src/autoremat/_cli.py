@@ -23,7 +23,9 @@ from autoremat._targets import get_target, target_names
 from autoremat._units import format_bytes
 
 if TYPE_CHECKING:
+    from autoremat._data_parallel import DataParallel
     from autoremat._presets import Built
+    from autoremat._sharding import Sharding
 
 EXIT_FAILED_CHECK = 1
 NO_OPTIMIZER = "none"
@@ -61,6 +63,13 @@ ClipOption = Annotated[
     Optional[float],  # noqa: UP045 - as above
     typer.Option("--clip-grad-norm", help="Clip gradients to this norm before the optimizer."),
 ]
+ScalerOption = Annotated[bool, typer.Option("--scaler", help="Scale the loss by torch's GradScaler.")]
+EmaOption = Annotated[bool, typer.Option("--ema", help="Keep a running average of the weights.")]
+DdpOption = Annotated[bool, typer.Option("--ddp", help="Plan for one device under DistributedDataParallel.")]
+ShardOption = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option(metavar="STAGE:DEVICES", help="Plan for one of many devices that share states: 3:8 is fully_shard."),
+]
 PlanOption = Annotated[Optional[Path], typer.Option("--plan", help="A plan file; without it one is made.")]  # noqa: UP045
 OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the plan here.")]  # noqa: UP045
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -81,11 +90,16 @@ def plan(
     budget_is: BudgetIsOption = "allocated",
     allocator: AllocatorOption = None,
     clip_grad_norm: ClipOption = None,
+    scaler: ScalerOption = False,
+    ema: EmaOption = False,
+    ddp: DdpOption = False,
+    shard: ShardOption = None,
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
     """Find the plan with the least slowdown under a budget. Needs no GPU and no memory for the weights."""
     resolved = _budget(budget, target)
+    parallel = _parallel(ddp=ddp, shard=shard)
     with _progress(quiet=json) as report:
         report(f"Building {model}", 0.0)
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=True)
@@ -101,6 +115,9 @@ def plan(
             budget_is=budget_is,
             allocator=allocator,
             clip_grad_norm=clip_grad_norm,
+            scaler=scaler,
+            ema=ema,
+            parallel=parallel,
         )
     if output is not None:
         _write(made.to_json(), output, what="plan")
@@ -119,10 +136,15 @@ def frontier(
     optimizer: OptimizerOption = "adamw",
     objective: ObjectiveOption = None,
     accumulate: AccumulateOption = 1,
+    scaler: ScalerOption = False,
+    ema: EmaOption = False,
+    ddp: DdpOption = False,
+    shard: ShardOption = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the curve here, as JSON.")] = None,  # noqa: UP045
     json: JsonOption = False,
 ) -> None:
     """Find the least slowdown for every budget, from the smallest possible peak to no checkpointing."""
+    parallel = _parallel(ddp=ddp, shard=shard)
     with _progress(quiet=json) as report:
         report(f"Building {model}", 0.0)
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=True)
@@ -139,6 +161,9 @@ def frontier(
             optimizer=_optimizer(optimizer),
             objective=objective,
             accumulate=accumulate,
+            scaler=scaler,
+            ema=ema,
+            parallel=parallel,
         )
     if output is not None:
         _write(curve.to_json() + "\n", output, what="frontier")
@@ -157,6 +182,8 @@ def verify(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     objective: ObjectiveOption = None,
+    scaler: ScalerOption = False,
+    ema: EmaOption = False,
     json: JsonOption = False,
 ) -> None:
     """Run a plain and a planned step and compare loss, gradients, buffers and random state, bit for bit."""
@@ -164,11 +191,19 @@ def verify(
 
     with _progress(quiet=json) as report:
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
-        options = {"target": target, "optimizer": _optimizer(optimizer), "objective": objective}
+        chosen, around = _optimizer(optimizer), {"scaler": scaler, "ema": ema}
+        options = {"target": target, "optimizer": chosen, "objective": objective, **around}
         made = _read_or_make(plan_file, built, report, budget=budget, precision=precision, **options)
         report("Running a plain and a planned step", 0.0)
         result = run_verify(
-            built.model, built.batch, made, loss=built.loss, precision=_autocast(precision), accumulate=made.accumulate
+            built.model,
+            built.batch,
+            made,
+            loss=built.loss,
+            precision=_autocast(precision),
+            accumulate=made.accumulate,
+            optimizer=chosen if scaler or ema else None,
+            **around,
         )
     _print(result.to_json() if json else _tables.verify_table(result), json=json)
     if not result.equal:
@@ -188,6 +223,8 @@ def measure(
     optimizer: OptimizerOption = "adamw",
     objective: ObjectiveOption = None,
     clip_grad_norm: ClipOption = None,
+    scaler: ScalerOption = False,
+    ema: EmaOption = False,
     json: JsonOption = False,
 ) -> None:
     """Run real steps, plain and planned, and measure peak and time beside the prediction."""
@@ -196,7 +233,8 @@ def measure(
     with _progress(quiet=json) as report:
         built = _load(model, batch=batch, seq=seq, precision=precision, fake=False)
         chosen = _optimizer(optimizer)
-        options = {"target": target, "optimizer": chosen, "objective": objective, "clip_grad_norm": clip_grad_norm}
+        around: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "scaler": scaler, "ema": ema}
+        options = {"target": target, "optimizer": chosen, "objective": objective, **around}
         made = _read_or_make(plan_file, built, report, budget=budget, precision=precision, **options)
         result = run_measure(
             built.model,
@@ -206,7 +244,7 @@ def measure(
             optimizer=chosen,
             precision=_autocast(precision),
             accumulate=made.accumulate,
-            clip_grad_norm=clip_grad_norm,
+            **around,
             progress=report,
         )
     _print(result.to_json() if json else _tables.usage_table(result), json=json)
@@ -277,6 +315,15 @@ def _budget(budget: str | None, target: str | None) -> int | str:
     if target is None:
         raise UsageError("Give --budget (such as 24GiB), or --target for all the memory of that device.")
     return get_target(target).usable_bytes
+
+
+def _parallel(*, ddp: bool, shard: str | None) -> DataParallel | Sharding | None:
+    from autoremat._data_parallel import DataParallel
+    from autoremat._sharding import Sharding
+
+    if ddp and shard is not None:
+        raise UsageError("--ddp and --shard exclude each other: either every device has the whole model, or a part.")
+    return Sharding.parse(shard) if shard is not None else DataParallel() if ddp else None
 
 
 def _optimizer(name: str) -> str | None:
