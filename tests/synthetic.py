@@ -2,7 +2,16 @@
 
 from autoremat._calibration import Calibration
 from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput
-from autoremat._results import Difference, MeasuredStep, MemoryProfile, TrainedRuns, UsageReport, VerifyReport
+from autoremat._results import (
+    AllocatorUsage,
+    Difference,
+    LiveItem,
+    MeasuredStep,
+    MemoryProfile,
+    TrainedRuns,
+    UsageReport,
+    VerifyReport,
+)
 
 GIB = 2**30
 
@@ -36,10 +45,36 @@ def profile(*, num_blocks: int = 24, block_bytes: int = GIB, num_regions: int = 
         seconds=tuple(0.01 * i for i in range(len(totals))),
         by_cause=by_cause,
         phases=(("forward", 0), ("backward", num_blocks + 1), ("optimizer", len(totals) - 2)),
-        alive_at_peak=(),
+        alive_at_peak=alive(),
         recomputed_flops=10**12 if num_regions else 0,
         flops=10**13 + (10**12 if num_regions else 0),
         step_s=0.01 * len(totals),
+    )
+
+
+def usage_of_allocator() -> AllocatorUsage:
+    return AllocatorUsage(
+        requested_bytes=26 * GIB,
+        allocated_bytes=27 * GIB,
+        reserved_bytes=29 * GIB,
+        unused_bytes=GIB,
+        largest_free_bytes=GIB // 2,
+        num_segments=321,
+        num_device_allocs=400,
+        num_device_frees=0,
+        num_retries=0,
+    )
+
+
+def alive() -> tuple[LiveItem, ...]:
+    """Activations of 24 layers, a temporary of the loss, parameters of a module."""
+    layers = [
+        LiveItem("activation", f"bert.encoder.layer.{i}.mlp", "aten._softmax.default", GIB // 2, 2) for i in range(24)
+    ]
+    return (
+        *layers,
+        LiveItem("temporary", "", "aten.nll_loss_backward.default", GIB, 1),
+        LiveItem("parameter", "bert.pooler", "bert.pooler.weight", GIB // 4, 1),
     )
 
 

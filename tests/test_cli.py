@@ -84,6 +84,8 @@ OPTIONS = {
     "verify": "--batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq --target model",
     "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
     "--seq --target model",
+    "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --objective "
+    "--optimizer --output --plan --precision --scaler --seq --shard --target -o model",
     "targets": "--json",
     "calibrate": "--dtypes --json",
     "presets": "",
@@ -249,6 +251,40 @@ def test_a_wrong_option_exits_with_two():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "--budget" in done.stderr
+
+
+def test_report_writes_what_the_file_name_says(run, models, tmp_path):
+    page = tmp_path / "report.html"
+    code, out, err = run("report", f"{models}:chain", "--budget", BUDGET, "--output", str(page))
+    assert (code, err) == (0, "")
+    assert str(page) in out.replace("\n", "")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 1
+    assert "Alive at the planned peak" in text
+    assert "budget 2.10 MiB" in text
+    for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("json", b"{")):
+        code, _, err = run("report", f"{models}:chain", "--output", str(tmp_path / f"plain.{kind}"))
+        assert (code, err) == (0, "")
+        assert (tmp_path / f"plain.{kind}").read_bytes().startswith(start)
+    found = json.loads((tmp_path / "plain.json").read_text())
+    assert found["plan"] is None
+    assert found["plain"]["peak_bytes"] == sum(found["plain"]["peak_by_cause"].values())
+    assert "planned" not in found
+
+
+def test_report_reads_a_plan(run, models, tmp_path):
+    plan_file, output = tmp_path / "plan.json", tmp_path / "report.json"
+    run("plan", f"{models}:chain", "--budget", BUDGET, "--output", str(plan_file))
+    code, _, err = run("report", f"{models}:chain", "--plan", str(plan_file), "--output", str(output))
+    assert (code, err) == (0, "")
+    found = json.loads(output.read_text())
+    assert found["planned"]["peak_bytes"] == found["plan"]["planned"]["peak_bytes"] <= 2_200_000
+    code, _, err = run("report", f"{models}:chain", "--plan", str(plan_file), "--budget", BUDGET)
+    assert code == 2
+    assert "exclude each other" in err
+    code, _, err = run("report", f"{models}:chain", "-o", str(tmp_path / "report"))
+    assert code == 2
+    assert "--format" in err
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch):

@@ -14,7 +14,7 @@ from autoremat import get_target, preset_names
 from autoremat._cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/memory.md"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -28,6 +28,11 @@ def test_the_example_in_the_readme_runs(tmp_path, monkeypatch):
     (example,) = _blocks("README.md", "python")
     exec(compile(example, "README.md", "exec"), {})
     assert (tmp_path / "plan.json").exists()
+
+
+def test_the_example_about_memory_runs():
+    (example,) = _blocks("docs/memory.md", "python")
+    exec(compile(example, "docs/memory.md", "exec"), {})
 
 
 def test_the_two_commands_are_in_the_readme():

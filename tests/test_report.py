@@ -12,8 +12,9 @@ from rich.console import Console
 
 import synthetic
 from autoremat import Plan, Region, UsageError, _tables
-from autoremat._figures import MAX_POINTS, _highest, measured_figure, memory_figure
+from autoremat._figures import DARK, LIGHT, MAX_POINTS, _highest, measured_figure, memory_figure, memory_file
 from autoremat._report import ReportSection, render_report
+from autoremat._step_graph import CAUSES
 from autoremat._targets import get_target
 
 VOID = {"meta", "br", "link", "path", "use", "rect"}
@@ -70,6 +71,65 @@ def test_the_page_says_the_numbers_it_was_given():
     assert f"{synthetic.usage().planned.peak_bytes:,}" in page
     assert page.count(">differs<") == 1
     assert page.count(">equal<") == 11 + 3
+
+
+def test_the_page_says_what_is_alive_at_the_peaks():
+    page = render_report([_full()])
+    assert page.count("Alive at the plain peak") == page.count("Alive at the planned peak") == 1
+    assert page.count("<td>bert.encoder.layer.{0-23}.mlp</td><td>softmax</td><td>48</td><td>12.0 GiB</td>") == 2
+    assert "<td>bert.pooler</td><td>weight</td><td>1</td><td>256 MiB</td>" in page
+    assert "<td>(the model itself, or the loss)</td><td>nll_loss_backward</td>" in page
+
+
+def test_what_is_left_over_is_one_row():
+    rows = _tables.live_rows(synthetic.alive(), limit=1)
+    assert rows == [
+        ("activation", "bert.encoder.layer.{0-23}.mlp", "softmax", 48, 12 * 2**30),
+        ("2 more", "", "", 2, 5 * 2**28),
+    ]
+
+
+def test_reserved_bytes_are_named_wherever_there_are_some():
+    without = render_report([_full()])
+    assert "reserved" not in without
+    plain = dataclasses.replace(synthetic.profile(), allocator=synthetic.usage_of_allocator())
+    page = render_report([dataclasses.replace(_full(), plain=plain)])
+    for text in ("peak reserved", "29.0 GiB", "unused at that peak", ">321<", "reserved 29.0 GiB</text>"):
+        assert text in page
+    made = synthetic.plan()
+    made = dataclasses.replace(
+        made,
+        plain=dataclasses.replace(made.plain, reserved_bytes=30 * 2**30),
+        planned=dataclasses.replace(made.planned, reserved_bytes=11 * 2**30),
+        budget_is="reserved",
+    )
+    cards = render_report([dataclasses.replace(_full(), plan=made)])
+    assert "3.69 GiB beyond allocated" in cards
+    assert "budget reserved" in cards
+    text = _text(_tables.plan_table(made))
+    assert re.search(r"peak reserved +│ +30.0 GiB │ +11.0 GiB", text)
+    assert re.search(r"budget 12.0 GiB reserved +│ +too small by 18.0 GiB │ +fits, 1.00 GiB free", text)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_picture_of_its_own(kind):
+    profiles = [("Plain", synthetic.profile()), ("Planned", synthetic.profile(num_regions=24))]
+    picture = memory_file(profiles, budget_bytes=12 * 2**30, kind=kind)
+    assert picture == memory_file(profiles, budget_bytes=12 * 2**30, kind=kind)
+    if kind == "png":
+        assert picture.startswith(b"\x89PNG")
+        return
+    root = ET.fromstring(picture)
+    texts = ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"activation", "optimizer state", "budget 12.0 GiB", "Planned: peak 7.31 GiB"} <= set(texts)
+    assert b"prefers-color-scheme: dark" in picture
+    assert b"#fe" not in picture
+    assert root.get("width")
+
+
+def test_every_colour_is_in_both_palettes():
+    assert LIGHT.keys() == DARK.keys()
+    assert {f"cause-{cause.replace('_', '-')}" for cause in CAUSES} <= LIGHT.keys()
 
 
 def test_text_is_escaped():

@@ -285,6 +285,70 @@ def presets() -> None:
         typer.echo(f"{name:<14}{preset_about(name)}")
 
 
+@app.command(name="report")
+def write_report(
+    model: ModelArgument,
+    *,
+    plan_file: PlanOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    objective: ObjectiveOption = None,
+    accumulate: AccumulateOption = 1,
+    clip_grad_norm: ClipOption = None,
+    scaler: ScalerOption = False,
+    ema: EmaOption = False,
+    ddp: DdpOption = False,
+    shard: ShardOption = None,
+    budget_is: BudgetIsOption = "allocated",
+    allocator: AllocatorOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")] = Path("report.html"),
+    format_: Annotated[
+        Optional[Literal["html", "png", "svg", "json"]],  # noqa: UP045 - as above
+        typer.Option("--format", help="What to write; by default what the file's name says."),
+    ] = None,
+) -> None:
+    """Show memory over the step as a picture by cause, plain and planned. Without budget or plan, plain alone."""
+    from autoremat._report_file import report_bytes, report_kind, report_section
+
+    kind = report_kind(output, format_)
+    if plan_file is not None and budget is not None:
+        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
+    made = None if plan_file is None else Plan.load(plan_file)
+    resolved = _budget(budget, target) if made is None and (budget or target) else None
+    parallel = _parallel(ddp=ddp, shard=shard)
+    with _progress(quiet=False) as progress:
+        progress(f"Building {model}", 0.0)
+        built = _load(model, batch=batch, seq=seq, precision=precision, fake=True)
+        section = report_section(
+            built,
+            name=model,
+            plan=made,
+            budget=resolved,
+            progress=progress,
+            target=target,
+            precision=_autocast(precision),
+            optimizer=_optimizer(optimizer),
+            objective=objective,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
+            scaler=scaler,
+            ema=ema,
+            parallel=parallel,
+            budget_is=budget_is,
+            allocator=allocator,
+        )
+        written = report_bytes(section, kind=kind, command=" ".join(["autoremat", *sys.argv[1:]]))
+    try:
+        output.write_bytes(written)
+    except OSError as error:
+        raise UsageError(f"Cannot write the report to {output}: {error.strerror}.") from error
+    Console().print(f"Written to {output}", soft_wrap=True)
+
+
 @app.command()
 def demo(
     *,

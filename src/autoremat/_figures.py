@@ -1,4 +1,4 @@
-"""Pictures of memory over a step, as SVG that takes its colours from the page around it.
+"""Pictures of memory over a step: SVG that takes its colours from the page around it, or files of their own.
 
 matplotlib draws with placeholder colours; they are then replaced by CSS variables, so that one picture serves light and
 dark pages. Needs the ``report`` extra.
@@ -11,7 +11,7 @@ import importlib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from autoremat._errors import UsageError
 from autoremat._results import MemoryProfile, UsageReport
@@ -21,18 +21,52 @@ from autoremat._units import format_bytes
 MAX_POINTS = 700
 """Points drawn across a picture; of those that fall together the highest is drawn."""
 
-_ROLES = (
-    *(f"cause-{cause.replace('_', '-')}" for cause in CAUSES),
-    "text",
-    "muted",
-    "grid",
-    "page",
-    "budget",
-    "plain",
-    "planned",
-)
-_PLACEHOLDERS = {role: f"#fe{index:02x}a7" for index, role in enumerate(_ROLES)}
+LIGHT = {
+    "page": "#fcfcfb",
+    "card": "#f3f3f0",
+    "text": "#1c1e21",
+    "muted": "#666b73",
+    "grid": "#e3e3de",
+    "budget": "#c2312b",
+    "plain": "#8a8f98",
+    "planned": "#1f6fd1",
+    "cause-parameter": "#33465e",
+    "cause-optimizer-state": "#5d7796",
+    "cause-ema": "#7a68a6",
+    "cause-gradient": "#93a9c2",
+    "cause-buffer": "#b9a87f",
+    "cause-input": "#d9cfb4",
+    "cause-communication": "#6fa287",
+    "cause-activation": "#e08a2e",
+    "cause-temporary": "#f3c98b",
+}
+DARK = {
+    "page": "#15171a",
+    "card": "#1f2226",
+    "text": "#e8e9ea",
+    "muted": "#9a9fa8",
+    "grid": "#2e3238",
+    "budget": "#ff6b61",
+    "plain": "#8f959e",
+    "planned": "#62a8ff",
+    "cause-parameter": "#3f5877",
+    "cause-optimizer-state": "#6485ad",
+    "cause-ema": "#9483c4",
+    "cause-gradient": "#94b0d0",
+    "cause-buffer": "#8d7f5c",
+    "cause-input": "#b8aa82",
+    "cause-communication": "#7fb89b",
+    "cause-activation": "#e8963c",
+    "cause-temporary": "#f5cd92",
+}
+_PLACEHOLDERS = {role: f"#fe{index:02x}a7" for index, role in enumerate(LIGHT)}
 _WIDTH, _HEIGHT = 11.0, 3.9
+
+
+def css_variables() -> str:
+    """The colours of both palettes as CSS variables, dark where the reader's system is."""
+    light, dark = (" ".join(f"--{role}: {colour};" for role, colour in palette.items()) for palette in (LIGHT, DARK))
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
 def memory_figure(profiles: Sequence[tuple[str, MemoryProfile]], *, budget_bytes: int | None = None) -> str:
@@ -43,28 +77,89 @@ def memory_figure(profiles: Sequence[tuple[str, MemoryProfile]], *, budget_bytes
         budget_bytes: Where to draw the budget, if anywhere.
 
     Returns:
-        An ``<svg>`` element.
+        An ``<svg>`` element for a page that has `css_variables` and a legend.
 
     Raises:
         UsageError: If matplotlib is not installed.
     """
+    return _svg(_draw_memory(profiles, budget_bytes, _PLACEHOLDERS), _label(profiles))
+
+
+def memory_file(
+    profiles: Sequence[tuple[str, MemoryProfile]], *, budget_bytes: int | None = None, kind: Literal["png", "svg"]
+) -> bytes:
+    """The same picture as a file of its own, with a legend.
+
+    Args:
+        profiles: As for `memory_figure`.
+        budget_bytes: As for `memory_figure`.
+        kind: "png" is light; "svg" follows the reader's system.
+
+    Raises:
+        UsageError: If matplotlib is not installed.
+    """
+    if kind == "png":
+        figure = _draw_memory(profiles, budget_bytes, LIGHT)
+        _draw_legend(figure, profiles, LIGHT)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160, facecolor=LIGHT["page"], metadata={"Software": None})
+        return buffer.getvalue()
+    figure = _draw_memory(profiles, budget_bytes, _PLACEHOLDERS)
+    _draw_legend(figure, profiles, _PLACEHOLDERS)
+    style = f"<style>{css_variables()} svg {{ background: var(--page); font-family: sans-serif; }}</style>"
+    head, rest = _svg(figure, _label(profiles)).split(">", 1)
+    size = f'width="{_WIDTH * 96:.0f}" height="{_HEIGHT * 96:.0f}"'
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{head} {size}>{style}{rest}'.encode()
+
+
+def _label(profiles: Sequence[tuple[str, MemoryProfile]]) -> str:
+    return f"Memory over one step by cause: {', '.join(title for title, _ in profiles)}"
+
+
+def _draw_memory(profiles: Sequence[tuple[str, MemoryProfile]], budget_bytes: int | None, ink: dict[str, str]) -> Any:
     figure = _figure()
-    top = max([profile.peak_bytes for _, profile in profiles] + ([budget_bytes] if budget_bytes else []))
+    reserved = [profile.allocator.reserved_bytes for _, profile in profiles if profile.allocator is not None]
+    top = max([profile.peak_bytes for _, profile in profiles] + reserved + ([budget_bytes] if budget_bytes else []))
     axes_row = figure.subplots(1, len(profiles), sharey=True, squeeze=False)[0]
     for axes, (title, profile) in zip(axes_row, profiles, strict=True):
-        unit, scale = _style(axes, top)
-        _stack(axes, profile, scale)
-        _phases(axes, profile, top / scale)
+        unit, scale = _style(axes, top, ink)
+        _stack(axes, profile, scale, ink)
+        _phases(axes, profile, top / scale, ink)
         axes.set_title(
-            f"{title}: peak {format_bytes(profile.peak_bytes)}", loc="left", pad=20, **_text("text", 11, bold=True)
+            f"{title}: peak {format_bytes(profile.peak_bytes)}", loc="left", pad=20, **_text(ink, "text", 11, bold=True)
         )
-        axes.set_xlabel("predicted time since the start of the step, s", **_text("muted", 9))
+        axes.set_xlabel("predicted time since the start of the step, s", **_text(ink, "muted", 9))
         if axes is axes_row[0]:
-            axes.set_ylabel(f"allocated, {unit}", **_text("muted", 9))
+            axes.set_ylabel(f"allocated, {unit}", **_text(ink, "muted", 9))
         if budget_bytes is not None:
-            _budget_line(axes, budget_bytes, scale)
-    causes = ", ".join(title for title, _ in profiles)
-    return _svg(figure, f"Memory over one step by cause: {causes}")
+            _line(axes, budget_bytes, scale, ink, role="budget", text=f"budget {format_bytes(budget_bytes)}")
+        if profile.allocator is not None:
+            text = f"reserved {format_bytes(profile.allocator.reserved_bytes)}"
+            _line(axes, profile.allocator.reserved_bytes, scale, ink, role="muted", text=text)
+    return figure
+
+
+def _causes_in(profiles: Sequence[tuple[str, MemoryProfile]]) -> list[str]:
+    return [cause for cause in CAUSES if any(any(profile.by_cause.get(cause, ())) for _, profile in profiles)]
+
+
+def _draw_legend(figure: Any, profiles: Sequence[tuple[str, MemoryProfile]], ink: dict[str, str]) -> None:
+    patches = importlib.import_module("matplotlib.patches")
+    causes = list(reversed(_causes_in(profiles)))
+    handles = [
+        patches.Patch(color=ink[f"cause-{cause.replace('_', '-')}"], label=cause.replace("_", " ")) for cause in causes
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=ink["muted"],
+        handlelength=0.8,
+        handleheight=0.8,
+        columnspacing=1.4,
+    )
 
 
 def measured_figure(usage: UsageReport) -> str:
@@ -80,7 +175,8 @@ def measured_figure(usage: UsageReport) -> str:
     axes = figure.subplots(1, 1)
     steps = [("plain", usage.plain), ("planned", usage.planned)]
     top = max([step.peak_bytes for _, step in steps if step is not None] + [usage.budget_bytes or 0])
-    unit, scale = _style(axes, top)
+    ink = _PLACEHOLDERS
+    unit, scale = _style(axes, top, ink)
     for role, step in steps:
         if step is None or not step.curve_s:
             continue
@@ -89,7 +185,7 @@ def measured_figure(usage: UsageReport) -> str:
         axes.plot(
             seconds,
             [step.curve_bytes[i] / scale for i in points],
-            color=_PLACEHOLDERS[role],
+            color=ink[role],
             lw=1.4,
             drawstyle="steps-post",
         )
@@ -98,13 +194,13 @@ def measured_figure(usage: UsageReport) -> str:
             _peak(step.curve_s, step.curve_bytes, scale),
             xytext=(6, 3),
             textcoords="offset points",
-            **_text(role, 10, bold=True),
+            **_text(ink, role, 10, bold=True),
         )
-    axes.set_xlabel("wall time since the start of the step, s", **_text("muted", 9))
-    axes.set_ylabel(f"allocated, {unit}", **_text("muted", 9))
+    axes.set_xlabel("wall time since the start of the step, s", **_text(ink, "muted", 9))
+    axes.set_ylabel(f"allocated, {unit}", **_text(ink, "muted", 9))
     axes.set_xlim(left=0)
     if usage.budget_bytes is not None:
-        _budget_line(axes, usage.budget_bytes, scale)
+        _line(axes, usage.budget_bytes, scale, ink, role="budget", text=f"budget {format_bytes(usage.budget_bytes)}")
     return _svg(figure, "Measured memory over one step, plain and planned")
 
 
@@ -116,24 +212,24 @@ def _figure() -> Any:
     return module.Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
 
 
-def _text(role: str, size: float, *, bold: bool = False) -> dict[str, Any]:
-    return {"color": _PLACEHOLDERS[role], "fontsize": size, "fontweight": "bold" if bold else "normal"}
+def _text(ink: dict[str, str], role: str, size: float, *, bold: bool = False) -> dict[str, Any]:
+    return {"color": ink[role], "fontsize": size, "fontweight": "bold" if bold else "normal"}
 
 
-def _style(axes: Any, top: int) -> tuple[str, int]:
+def _style(axes: Any, top: int, ink: dict[str, str]) -> tuple[str, int]:
     """Bare axes with light horizontal lines; returns the unit of the vertical one, and its bytes."""
     unit, scale = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if top >= 2 * s), ("B", 1))
     for side in axes.spines.values():
         side.set_visible(False)
     axes.patch.set_visible(False)
-    axes.grid(visible=True, axis="y", color=_PLACEHOLDERS["grid"], lw=0.8)
+    axes.grid(visible=True, axis="y", color=ink["grid"], lw=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9, labelcolor=_PLACEHOLDERS["muted"])
+    axes.tick_params(length=0, labelsize=9, labelcolor=ink["muted"])
     axes.set_ylim(0, 1.08 * top / scale)
     return unit, scale
 
 
-def _stack(axes: Any, profile: MemoryProfile, scale: int) -> None:
+def _stack(axes: Any, profile: MemoryProfile, scale: int, ink: dict[str, str]) -> None:
     totals = [sum(values) for values in zip(*profile.by_cause.values(), strict=True)]
     points = _highest(profile.seconds, totals)
     seconds = [profile.seconds[i] for i in points]
@@ -141,38 +237,40 @@ def _stack(axes: Any, profile: MemoryProfile, scale: int) -> None:
     axes.stackplot(
         seconds,
         [[profile.by_cause[cause][i] / scale for i in points] for cause in causes],
-        colors=[_PLACEHOLDERS[f"cause-{cause.replace('_', '-')}"] for cause in causes],
+        colors=[ink[f"cause-{cause.replace('_', '-')}"] for cause in causes],
         step="post",
         lw=0,
     )
     if seconds:
         axes.set_xlim(seconds[0], max(seconds[-1], seconds[0] + 1e-9))
     at = profile.seconds[profile.peak_point]
-    axes.plot([at], [profile.peak_bytes / scale], "o", ms=5, color=_PLACEHOLDERS["text"], clip_on=False, zorder=5)
+    axes.plot([at], [profile.peak_bytes / scale], "o", ms=5, color=ink["text"], clip_on=False, zorder=5)
 
 
-def _phases(axes: Any, profile: MemoryProfile, top: float) -> None:
+def _phases(axes: Any, profile: MemoryProfile, top: float, ink: dict[str, str]) -> None:
     starts = [profile.seconds[first] for _, first in profile.phases if first < len(profile.seconds)]
     ends = [*starts[1:], profile.seconds[-1]]
     span = profile.seconds[-1] - profile.seconds[0]
     for (name, _), start, end in zip(profile.phases, starts, ends, strict=False):
         if start > starts[0]:
-            axes.axvline(start, color=_PLACEHOLDERS["muted"], lw=0.8, ls=":")
+            axes.axvline(start, color=ink["muted"], lw=0.8, ls=":")
         if end - start > 0.12 * span:
-            axes.text(start, 1.095 * top, name, ha="left", va="bottom", **_text("muted", 9))
+            axes.text(start, 1.095 * top, name, ha="left", va="bottom", **_text(ink, "muted", 9))
 
 
-def _budget_line(axes: Any, budget_bytes: int, scale: int) -> None:
-    axes.axhline(budget_bytes / scale, color=_PLACEHOLDERS["budget"], lw=1.4, ls=(0, (5, 3)))
+def _line(axes: Any, num_bytes: int, scale: int, ink: dict[str, str], *, role: str, text: str) -> None:
+    """A level with its name: that of the budget stands at the right, others at the left."""
+    is_budget = role == "budget"
+    axes.axhline(num_bytes / scale, color=ink[role], lw=1.4 if is_budget else 0.9, ls=(0, (5, 3)) if is_budget else ":")
     axes.annotate(
-        f"budget {format_bytes(budget_bytes)}",
-        (1.0, budget_bytes / scale),
+        text,
+        (1.0 if is_budget else 0.0, num_bytes / scale),
         xycoords=("axes fraction", "data"),
-        xytext=(-3, 5),
+        xytext=(-3 if is_budget else 3, 5),
         textcoords="offset points",
-        ha="right",
-        bbox={"facecolor": _PLACEHOLDERS["page"], "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
-        **_text("budget", 9, bold=True),
+        ha="right" if is_budget else "left",
+        bbox={"facecolor": ink["page"], "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
+        **_text(ink, role, 9, bold=is_budget),
     )
 
 

@@ -22,7 +22,8 @@ from autoremat._step_graph import BEFORE_STEP, CAUSES, Op, SavedTensor, StepGrap
 
 _RUN = {"forward": Action.FORWARD, "backward": Action.BACKWARD, "optimizer": Action.OPTIMIZER}
 _RUNS = frozenset({Action.FORWARD, Action.RECOMPUTE, Action.BACKWARD, Action.OPTIMIZER})
-_NUM_ITEMS_AT_PEAK = 40
+_NUM_ITEMS_AT_PEAK = 2_000
+"""Enough for a hundred layers, so that like ones can be summed."""
 
 
 @dataclass(slots=True)

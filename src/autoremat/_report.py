@@ -9,11 +9,11 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoremat._figures import measured_figure, memory_figure
+from autoremat._figures import css_variables, measured_figure, memory_figure
 from autoremat._plan import Plan
 from autoremat._results import MemoryProfile, TrainedRuns, UsageReport, VerifyReport
 from autoremat._step_graph import CAUSES
-from autoremat._tables import region_rows
+from autoremat._tables import live_rows, region_rows
 from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
 
 
@@ -59,7 +59,7 @@ def render_report(sections: Sequence[ReportSection], *, title: str = "autoremat"
     body = "\n".join(_section(section) for section in sections)
     return _PAGE.format(
         title=html.escape(title),
-        style=_STYLE,
+        style=css_variables() + _STYLE,
         body=body,
         footer=f"<footer>{html.escape(footer)}</footer>" if footer else "",
     )
@@ -80,7 +80,9 @@ def _section(section: ReportSection) -> str:
     if section.usage is not None and section.usage.planned.curve_s:
         parts.append(f"<figure><figcaption>Measured: {html.escape(section.usage.judge)}</figcaption>")
         parts.append(f"<div>{measured_figure(section.usage)}</div></figure>")
-    tables = [_peak_table(profiles), _measured_table(section), _verified_table(section), _regions_table(section.plan)]
+    tables = [_peak_table(profiles), _measured_table(section), _verified_table(section)]
+    tables += [_live_table(name, profile) for name, profile in profiles]
+    tables.append(_regions_table(section.plan))
     parts.append(f'<div class="tables">{"".join(tables)}</div>')
     parts.append(_losses(section.trained))
     return f"<section>{''.join(parts)}</section>"
@@ -91,10 +93,16 @@ def _cards(section: ReportSection) -> str:
     if section.plan is not None and section.plan.plain is not None and section.plan.planned is not None:
         plan, plain, planned = section.plan, section.plan.plain, section.plan.planned
         over = plan.budget_bytes is not None and plain.peak_bytes > plan.budget_bytes
-        cards.append(("plain peak", format_bytes(plain.peak_bytes), "over the budget" if over else "predicted"))
-        cards.append(("planned peak", format_bytes(planned.peak_bytes), "predicted"))
+        cards.append(
+            ("plain peak allocated", format_bytes(plain.peak_bytes), "over the budget" if over else "predicted")
+        )
+        cards.append(("planned peak allocated", format_bytes(planned.peak_bytes), "predicted"))
+        if planned.reserved_bytes is not None:
+            beyond = f"{format_bytes(planned.fragmentation_bytes or 0)} beyond allocated"
+            cards.append(("planned peak reserved", format_bytes(planned.reserved_bytes), beyond))
         if plan.budget_bytes is not None:
-            cards.append(("budget", format_bytes(plan.budget_bytes), plan.target))
+            what = " reserved" if plan.budget_is == "reserved" else ""
+            cards.append((f"budget{what}", format_bytes(plan.budget_bytes), plan.target))
         cards.append(("extra FLOPs", f"+{format_percent(plan.overhead_flops or 0)}", format_flops(planned.flops)))
         cards.append(("extra time", f"+{format_percent(plan.overhead_s or 0)}", "predicted"))
         if plan.bound is not None and plan.gap is not None:
@@ -131,9 +139,23 @@ def _peak_table(profiles: Sequence[tuple[str, MemoryProfile]]) -> str:
         [cause.replace("_", " "), *(format_bytes(profile.peak_by_cause.get(cause, 0)) for _, profile in profiles)]
         for cause in causes
     ]
-    rows.append(["peak", *(format_bytes(profile.peak_bytes) for _, profile in profiles)])
+    rows.append(["peak allocated", *(format_bytes(profile.peak_bytes) for _, profile in profiles)])
+    usages = [profile.allocator for _, profile in profiles]
+    if any(usages):
+        rows.append(["peak reserved", *("" if u is None else format_bytes(u.reserved_bytes) for u in usages)])
+        rows.append(["unused at that peak", *("" if u is None else format_bytes(u.unused_bytes) for u in usages)])
+        rows.append(["segments", *("" if u is None else str(u.num_segments) for u in usages)])
     rows.append(["at", *(profile.peak_at for _, profile in profiles)])
     return _table("Predicted peak by cause", ["", *(name.lower() for name, _ in profiles)], rows, total=len(causes))
+
+
+def _live_table(name: str, profile: MemoryProfile) -> str:
+    rows = [
+        [cause, module, maker, str(count), format_bytes(num_bytes)]
+        for cause, module, maker, count, num_bytes in live_rows(profile.alive_at_peak)
+    ]
+    head = ["what", "module", "made by", "storages", "bytes"]
+    return _table(f"Alive at the {name.lower()} peak, largest first", head, rows, kind="wide live")
 
 
 def _measured_table(section: ReportSection) -> str:
@@ -173,7 +195,7 @@ def _regions_table(plan: Plan | None) -> str:
         [path, str(calls), format_bytes(num_bytes), outputs]
         for path, calls, num_bytes, outputs in region_rows(plan.regions)
     ]
-    return _table(f"{len(plan.regions)} regions", ["region", "calls", "stores", "stored outputs"], rows, wide=True)
+    return _table(f"{len(plan.regions)} regions", ["region", "calls", "stores", "stored outputs"], rows, kind="wide")
 
 
 def _losses(trained: TrainedRuns | None) -> str:
@@ -186,7 +208,7 @@ def _losses(trained: TrainedRuns | None) -> str:
 
 
 def _table(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, total: int | None = None, wide: bool = False
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, total: int | None = None, kind: str = ""
 ) -> str:
     if not rows:
         return ""
@@ -197,8 +219,8 @@ def _table(
         first, *others = row
         cells = f'<th scope="row">{_e(first)}</th>' + "".join(f"<td>{_e(text)}</td>" for text in others)
         lines.append(f'<tr class="total">{cells}</tr>' if index == total else f"<tr>{cells}</tr>")
-    kind = ' class="wide"' if wide else ""
-    return f"<table{kind}>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    which = f' class="{kind}"' if kind else ""
+    return f"<table{which}>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _e(text: str) -> str:
@@ -224,22 +246,6 @@ _PAGE = """<!doctype html>
 </html>
 """
 _STYLE = """
-:root {
-  --page: #fcfcfb; --card: #f3f3f0; --text: #1c1e21; --muted: #666b73; --grid: #e3e3de;
-  --budget: #c2312b; --plain: #8a8f98; --planned: #1f6fd1;
-  --cause-parameter: #33465e; --cause-optimizer-state: #5d7796; --cause-gradient: #93a9c2; --cause-buffer: #b9a87f;
-  --cause-input: #d9cfb4; --cause-activation: #e08a2e; --cause-temporary: #f3c98b; --cause-ema: #7a68a6;
-  --cause-communication: #6fa287;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #15171a; --card: #1f2226; --text: #e8e9ea; --muted: #9a9fa8; --grid: #2e3238;
-    --budget: #ff6b61; --plain: #8f959e; --planned: #62a8ff;
-    --cause-parameter: #3f5877; --cause-optimizer-state: #6485ad; --cause-gradient: #94b0d0; --cause-buffer: #8d7f5c;
-    --cause-input: #b8aa82; --cause-activation: #e8963c; --cause-temporary: #f5cd92; --cause-ema: #9483c4;
-    --cause-communication: #7fb89b;
-  }
-}
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -273,6 +279,9 @@ table.wide th:first-child { white-space: normal; }
 thead th { color: var(--muted); font-size: .8rem; }
 table.wide th, table.wide td:last-child { text-align: left; }
 table.wide th:nth-child(2), table.wide th:nth-child(3) { text-align: right; }
+table.wide.live :is(th, td) { text-align: left; }
+table.wide.live :is(th, td):nth-child(n + 4) { text-align: right; white-space: nowrap; }
+table.wide.live th:first-child { white-space: nowrap; overflow-wrap: normal; }
 .total th, .total td { font-weight: 600; }
 details { margin-top: 1rem; }
 summary { cursor: pointer; color: var(--muted); }

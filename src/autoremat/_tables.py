@@ -13,7 +13,7 @@ from rich.text import Text
 from autoremat._calibration import Calibration
 from autoremat._frontier import Frontier
 from autoremat._plan import Plan, Prediction, Region
-from autoremat._results import UsageReport, VerifyReport
+from autoremat._results import LiveItem, UsageReport, VerifyReport
 from autoremat._targets import Target
 from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
 
@@ -21,6 +21,8 @@ MAX_POINTS = 24
 """How many points a table of a `Frontier` lists."""
 MAX_DIFFERENCES = 20
 """How many differences a table of `VerifyReport` lists."""
+MAX_LIVE_ROWS = 12
+"""How many kinds of living storages a table lists."""
 
 
 def plan_table(plan: Plan) -> Table:
@@ -114,6 +116,46 @@ def frontier_table(curve: Frontier) -> Table:
         )
     table.caption = "* above what is static; ** proved: no schedule within that peak costs less"
     return table
+
+
+def live_rows(items: Iterable[LiveItem], *, limit: int = MAX_LIVE_ROWS) -> list[tuple[str, str, str, int, int]]:
+    """What is alive at a peak in words: cause, module, maker, storages and bytes; like modules together, largest first.
+
+    Args:
+        items: As in `MemoryProfile.alive_at_peak`.
+        limit: Most rows; what is left over is one more.
+
+    Example:
+        >>> made = [LiveItem("activation", f"h.{i}.mlp", "aten.gelu.default", 8, 1) for i in range(3)]
+        >>> live_rows(made)
+        [('activation', 'h.{0-2}.mlp', 'gelu', 3, 24)]
+    """
+    groups: dict[tuple[str, str, str], list[LiveItem]] = {}
+    for item in items:
+        name = item.name.removeprefix(f"{item.module}.") if item.module else item.name
+        maker = name.removeprefix("aten.").split(".")[0].lstrip("_") if name.startswith("aten.") else name
+        groups.setdefault((item.cause, _general(item.module), maker), []).append(item)
+    rows = [
+        (cause, _place(general, [item.module for item in found]), maker, _storages(found), _bytes(found))
+        for (cause, general, maker), found in groups.items()
+    ]
+    rows.sort(key=lambda row: (-row[-1], row))
+    shown, others = rows[:limit], rows[limit:]
+    if others:
+        shown.append((f"{len(others)} more", "", "", sum(row[3] for row in others), sum(row[4] for row in others)))
+    return [(cause.replace("_", " "), module, maker, count, size) for cause, module, maker, count, size in shown]
+
+
+def _place(general: str, paths: list[str]) -> str:
+    return _common(general, paths) if any(paths) else "(the model itself, or the loss)"
+
+
+def _storages(items: Iterable[LiveItem]) -> int:
+    return sum(item.num_storages for item in items)
+
+
+def _bytes(items: Iterable[LiveItem]) -> int:
+    return sum(item.num_bytes for item in items)
 
 
 def verify_table(report: VerifyReport) -> Table:
