@@ -294,6 +294,28 @@ def test_settings_that_change_no_device_block_are_accepted():
     assert AllocatorSettings.parse("max_split_size_mb:20").max_split_bytes == 20 * MIB
 
 
+@given(
+    st.booleans(),
+    st.sampled_from([None, 20 * MIB, 640 * MIB]),
+    st.sampled_from([None, 11, 32]),
+    st.lists(st.sampled_from([0, 1, 2, 8]), min_size=16, max_size=16),
+    st.sampled_from([0.0, 0.25]),
+)
+def test_settings_are_written_as_they_are_read(expandable, most, large, divisions, threshold):
+    large = (large or 20) * MIB
+    setup = AllocatorSettings(
+        expandable_segments=expandable,
+        max_split_bytes=most and max(most, large),
+        large_segment_bytes=large,
+        max_non_split_rounding_bytes=large if most is None else large + MIB,
+        roundup_power2_divisions=tuple(divisions),
+        garbage_collection_threshold=threshold,
+        memory_fraction=1 - threshold,
+    )
+    assert AllocatorSettings.parse(setup.to_text()) == setup
+    assert DEFAULT_SETTINGS.to_text() == ""
+
+
 def test_wrong_sequences_are_refused():
     with pytest.raises(UsageError, match="twice"):
         simulate([Allocate("a", 1), Allocate("a", 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -251,6 +252,19 @@ def test_a_wrong_option_exits_with_two():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "--budget" in done.stderr
+
+
+def test_a_plan_that_reserves_more_than_the_device_has_is_pointed_out(capsys):
+    from autoremat import _cli
+
+    made = synthetic.plan()
+    large = dataclasses.replace(made.planned, reserved_bytes=25 * 2**30)
+    _cli._print_plan(dataclasses.replace(made, plain=large, planned=large), json=False, output=None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reserve 25.0 GiB for this plan, and a step on rtx3090-24g can have 23.4 GiB" in said
+    assert "--budget-is reserved" in said
+    _cli._print_plan(made, json=False, output=None)
+    assert "Note" not in capsys.readouterr().out
 
 
 def test_report_writes_what_the_file_name_says(run, models, tmp_path):

@@ -157,6 +157,11 @@ def test_a_budget_of_reserved_bytes_holds_for_them(graph):
     assert tight.budget_is == "reserved"
     assert tight.bound <= tight.overhead_s
     assert ar.Plan.from_json(tight.to_json()) == tight
+    grown = ar.plan(graph, budget=budget, budget_is="reserved", target=target, allocator="expandable_segments:True")
+    assert grown.allocator == "expandable_segments:True"
+    assert tight.allocator == ""
+    assert grown.planned.reserved_bytes == ar.profile(graph, grown, target=target).allocator.reserved_bytes <= budget
+    assert grown.overhead_s <= tight.overhead_s
 
 
 def test_a_budget_of_reserved_bytes_that_cannot_be_met_says_what_can(graph):

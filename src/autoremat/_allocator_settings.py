@@ -97,6 +97,33 @@ class AllocatorSettings:
             raise UsageError(f"Allocator setting {unknown[0]!r} is not known. Use: {', '.join(_KEYS)}.")
         return parsed
 
+    def to_text(self) -> str:
+        """What `parse` reads as these settings: those that are not torch's defaults, "" if all are.
+
+        Example:
+            >>> AllocatorSettings(expandable_segments=True, max_split_bytes=128 * MIB).to_text()
+            'expandable_segments:True,max_split_size_mb:128'
+        """
+        megabytes = {
+            "max_split_size_mb": self.max_split_bytes,
+            "large_segment_size_mb": None
+            if self.large_segment_bytes == LARGE_SEGMENT_BYTES
+            else self.large_segment_bytes,
+            "max_non_split_rounding_mb": None
+            if self.max_non_split_rounding_bytes == self.large_segment_bytes
+            else self.max_non_split_rounding_bytes,
+        }
+        parts = ["expandable_segments:True"] if self.expandable_segments else []
+        parts += [f"{key}:{value // MIB}" for key, value in megabytes.items() if value is not None]
+        if any(self.roundup_power2_divisions):
+            steps = (f"{1 << power}:{value}" for power, value in enumerate(self.roundup_power2_divisions))
+            parts.append(f"roundup_power2_divisions:[{','.join(steps)}]")
+        if self.garbage_collection_threshold:
+            parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
+        if self.memory_fraction < 1:
+            parts.append(f"per_process_memory_fraction:{self.memory_fraction}")
+        return ",".join(parts)
+
     def round_bytes(self, num_bytes: int) -> int:
         """Size of the block that serves a request (``round_size``).
 

@@ -288,7 +288,7 @@ def profile(
         graph: A step that `trace` returned.
         plan: A plan for it; None for the plain step.
         target: Device whose speed gives the times; the graph's own kind if None.
-        allocator: As for `plan`.
+        allocator: As for `plan`; None for the plan's own.
 
     Returns:
         The profile.
@@ -304,7 +304,8 @@ def profile(
     """
     specs = resolve(graph, plan) if isinstance(plan, Plan) else list(plan or ())
     device = find_target(None, target, graph.device_kind)
-    return price_step(graph, specs, step_seconds(graph, device), device, read_allocator(allocator))
+    settings = plan.allocator if allocator is None and isinstance(plan, Plan) else allocator
+    return price_step(graph, specs, step_seconds(graph, device), device, read_allocator(settings))
 
 
 def _graph(

@@ -457,6 +457,14 @@ def _print_plan(made: Plan, *, json: bool, output: Path | None) -> None:
             "and context take the rest. Leave --budget out to plan for that.",
             soft_wrap=True,
         )
+    reserved = made.planned.reserved_bytes if made.planned is not None else None
+    if reserved is not None and usable and reserved > usable:
+        console.print(
+            f"Note: the caching allocator is predicted to reserve {format_bytes(reserved)} for this plan, and a step "
+            f"on {made.target} can have {format_bytes(usable)}: it may run out of memory. Plan with --budget-is "
+            "reserved, best with --allocator expandable_segments:True and the same in PYTORCH_ALLOC_CONF.",
+            soft_wrap=True,
+        )
     if output is not None:
         console.print(f"Written to {output}", soft_wrap=True)
 

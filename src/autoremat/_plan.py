@@ -133,6 +133,8 @@ class Plan:
         objective: What was minimised: "time" or "flops".
         bound: A proved lower limit on the overhead of any plan at this budget, as a fraction of the plain step; None
             where none was computed.
+        allocator: Settings of the caching allocator that reserved bytes are predicted for, as ``PYTORCH_ALLOC_CONF``
+            states them; "" for torch's defaults.
         versions: Versions of autoremat and torch that made it.
         schema_version: Version of this file format.
 
@@ -160,6 +162,7 @@ class Plan:
     objective: Literal["time", "flops"] = "flops"
     bound: float | None = None
     budget_is: Literal["allocated", "reserved"] = "allocated"
+    allocator: str = ""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     schema_version: Literal[1] = SCHEMA_VERSION
 

@@ -193,6 +193,7 @@ class Planning:
             objective=self.objective,
             bound=bound,
             budget_is=budget_is,
+            allocator=self.settings.to_text(),
             versions={"autoremat": _version(), "torch": torch.__version__},
         )
 

@@ -80,7 +80,9 @@ def report_section(
             graph, budget=budget, target=target, objective=objective, budget_is=budget_is, allocator=allocator
         )
     progress("Laying out memory", 0.9)
+    allocator = plan.allocator if allocator is None and plan is not None else allocator
     parts = [graph.input_signature, graph.precision, graph.optimizer, f"on {target}" if target else ""]
+    parts.append(f"PYTORCH_ALLOC_CONF={allocator}" if allocator else "")
     return ReportSection(
         title=f"{graph.model} ({name})",
         text="Predicted from a trace of one training step: " + "; ".join(part for part in parts if part) + ".",

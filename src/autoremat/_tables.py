@@ -44,7 +44,10 @@ def plan_table(plan: Plan) -> Table:
         if any(pair):
             table.add_row(f"  {cause.replace('_', ' ')}", *(format_bytes(value) for value in pair), style="dim")
     if plain.reserved_bytes is not None and planned.reserved_bytes is not None:
-        table.add_row("peak reserved", format_bytes(plain.reserved_bytes), format_bytes(planned.reserved_bytes))
+        settings = f" ({plan.allocator})" if plan.allocator else ""
+        table.add_row(
+            f"peak reserved{settings}", format_bytes(plain.reserved_bytes), format_bytes(planned.reserved_bytes)
+        )
         fragments = (plain.fragmentation_bytes or 0, planned.fragmentation_bytes or 0)
         table.add_row("  beyond allocated", *(format_bytes(value) for value in fragments), style="dim")
     if plan.budget_bytes is not None:
