@@ -54,6 +54,7 @@ PUBLIC = [
     "preset_names",
     "profile",
     "render_report",
+    "replay_safe",
     "target_names",
     "trace",
     "verify",

@@ -32,7 +32,7 @@ if _TYPE_CHECKING:
     from autoremat._step_graph import StepGraph
     from autoremat._targets import Target, get_target, load_target, target_names
     from autoremat._verify import verify
-    from autoremat.runtime import Applied, Explanation, apply, checkpoint, checkpoint_sequential, explain
+    from autoremat.runtime import Applied, Explanation, apply, checkpoint, checkpoint_sequential, explain, replay_safe
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _HOMES = {
     "_step_graph": ("StepGraph",),
     "_targets": ("Target", "get_target", "load_target", "target_names"),
     "_verify": ("verify",),
-    "runtime": ("Applied", "Explanation", "apply", "checkpoint", "checkpoint_sequential", "explain"),
+    "runtime": ("Applied", "Explanation", "apply", "checkpoint", "checkpoint_sequential", "explain", "replay_safe"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -113,6 +113,7 @@ __all__ = [
     "preset_names",
     "profile",
     "render_report",
+    "replay_safe",
     "target_names",
     "trace",
     "verify",

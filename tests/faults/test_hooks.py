@@ -136,27 +136,79 @@ def test_keyboard_interrupt_whose_traceback_is_held():
     del held
 
 
-def test_fully_sharded_blocks():
+@contextlib.contextmanager
+def one_process():
+    """A process group of one, on the CPU."""
     dist = torch.distributed
     if not dist.is_available():
         pytest.skip("needs torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model, modules, **options):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*modules, model):
+        fully_shard(module, mesh=mesh, **options)
 
-        def losses(sharded):
-            seed()
-            model = Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-            if sharded:
-                for block in model.blocks:
-                    fully_shard(block, mesh=mesh)
-                fully_shard(model, mesh=mesh)
-                ar.apply(model, Plan((Region("blocks.0"), Region("blocks.1"))), check="always")
-            return [value for name, value in train(model, (X,), torch.sum, steps=3).items() if name.startswith("loss")]
 
-        assert losses(sharded=False) == losses(sharded=True)
-    finally:
-        dist.destroy_process_group()
+def two_blocks():
+    seed()
+    return Around(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    )
+
+
+def losses_of(model, **kwargs):
+    seen = train(model, (X,), torch.sum, steps=3, **kwargs)
+    return [value for name, value in seen.items() if name.startswith("loss")]
+
+
+BOTH_BLOCKS = Plan((Region("blocks.0"), Region("blocks.1")))
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_fully_sharded_modules(inside, reshard):
+    """As regions, or inside of regions, where their hooks gather the parameters in recompute, too."""
+    with one_process():
+        model = two_blocks()
+        plain = losses_of(model)
+        model = two_blocks()
+        linears = [model.blocks[0][0], model.blocks[0][2], model.blocks[1][0]]
+        shard(model, linears if inside else model.blocks, reshard_after_forward=reshard)
+        ar.apply(model, BOTH_BLOCKS, check="always")
+        assert losses_of(model) == plain
+        for module in linears if reshard else ():
+            assert type(module.weight.data).__name__ == "DTensor"  # not left gathered
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+def test_distributed_data_parallel(options):
+    with one_process():
+        plain = train(two_blocks(), (X,), torch.sum)
+        model = two_blocks()
+        ar.apply(model, BOTH_BLOCKS, check="always")
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
+        hooked = []
+        parallel.register_comm_hook(hooked, _average)
+        planned = train(parallel, (X,), torch.sum)
+        assert len(hooked) == 2  # one bucket, once a step
+        for name, value in plain.items():
+            if name.startswith(("loss", "torch random")):
+                assert torch.equal(value, planned[name])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(plain[f"parameter {name}"], parameter.detach())
+
+
+def _average(buckets, bucket):
+    buckets.append(bucket.index())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

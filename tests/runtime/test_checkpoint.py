@@ -340,3 +340,25 @@ def test_sequential(net, segments):
     assert torch.equal(state, our_state)
     with pytest.raises(UsageError, match="does not know nonsense"):
         ar.checkpoint_sequential(net, 2, torch.ones(3, 4), nonsense=1)
+
+
+NORM = nn.BatchNorm1d(4)
+
+
+def normalized(x):
+    return NORM(x).tanh()
+
+
+def test_a_module_that_a_function_finds_among_its_globals():
+    x = torch.randn(3, 4)
+    ar.checkpoint(normalized, x).sum().backward()
+    assert NORM.num_batches_tracked == 1
+
+
+def test_each_function_of_a_module_is_checked():
+    lin, factor, x = nn.Linear(4, 4), [2.0], torch.randn(3, 4)
+    ar.checkpoint(lambda t: lin(t).exp(), x).sum().backward()
+    y = ar.checkpoint(lambda t: (lin(t) * factor[0]).exp(), x)
+    factor[0] = 3.0
+    with pytest.raises(torch_checkpoint.CheckpointError, match="other values"):
+        y.sum().backward()

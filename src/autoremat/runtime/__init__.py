@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoremat.runtime._attach import Applied, ExecutedRegion, apply
 from autoremat.runtime._checkpoint import checkpoint, checkpoint_sequential
 from autoremat.runtime._explain import ExplainedRegion, Explanation, HeldStorage, explain
+from autoremat.runtime._hooks import replay_safe
 
 __all__ = [
     "Applied",
@@ -16,4 +17,5 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "explain",
+    "replay_safe",
 ]

@@ -109,6 +109,7 @@ def checkpoint(
         learned=_learned_about(function, modules),
     )
     recipe.compares_shapes = determinism_check == "default"
+    recipe.runs_own_hooks = True
     recipe.error = CheckpointError if logs is None else logs.error
     owner = object()
     output: Any = owner
@@ -214,19 +215,17 @@ def _name(function: Any) -> str:
     return f"checkpoint of {getattr(function, '__qualname__', type(function).__name__)}"
 
 
-_LEARNED: weakref.WeakKeyDictionary[Any, Learned] = weakref.WeakKeyDictionary()
+_LEARNED: weakref.WeakKeyDictionary[Any, dict[Any, Learned]] = weakref.WeakKeyDictionary()
 
 
 def _learned_about(function: Any, modules: list[nn.Module]) -> Learned:
-    """What is known of a module, or else of a piece of code; a closure made anew shares it with the last one."""
+    """What is known of a piece of code on a module; a closure made anew shares it with the last one."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
-    code = modules[0] if modules else getattr(function, "__code__", type(function))
-    found = _LEARNED.get(code)
-    if found is None:
-        found = _LEARNED[code] = Learned()
-    return found
+    code = getattr(function, "__code__", type(function))
+    about = _LEARNED.setdefault(modules[0] if modules else code, {})
+    return about.setdefault(code, Learned())
 
 
 _WATCHES: weakref.WeakKeyDictionary[nn.Module, ModuleWatch] = weakref.WeakKeyDictionary()
@@ -243,17 +242,30 @@ def _watch_of(modules: list[nn.Module]) -> ModuleWatch | None:
 
 
 def _modules_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Module]:
-    """Modules that a function reaches at first sight: itself, its owner, its closure, its arguments."""
-    while isinstance(function, functools.partial):
-        yield from (value for value in (*function.args, *function.keywords.values()) if isinstance(value, nn.Module))
-        yield from (m for v in function.args if isinstance(v, tuple) for m in v if isinstance(m, nn.Module))
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    for value in (function, owner, *args, *kwargs.values(), *(value for _, value in _cells(function))):
+    """Modules that a function reaches: itself, owners, arguments, and those of functions in its closure.
+
+    Of globals, only those that these functions name themselves.
+    """
+    todo, seen = [function, *args, *kwargs.values()], set()
+    while todo:
+        value = todo.pop(0)
         if isinstance(value, nn.Module):
             yield value
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-            yield value.__self__
+        elif isinstance(value, functools.partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
+            todo += [item for arg in value.args if isinstance(arg, tuple) for item in arg]
+        elif isinstance(value, types.MethodType):
+            todo += [value.__self__, value.__func__]
+        elif isinstance(value, types.FunctionType) and value not in seen:
+            seen.add(value)
+            todo += [item for _, item in _cells(value)]
+            yield from (item for item in _globals_of(value) if isinstance(item, nn.Module))
+
+
+def _globals_of(function: types.FunctionType) -> Iterator[Any]:
+    """Values of the global names in a function's own code."""
+    names = function.__globals__
+    return (names[name] for name in function.__code__.co_names if name in names)
 
 
 def _cells(function: Any) -> Iterator[tuple[types.CellType, Any]]:

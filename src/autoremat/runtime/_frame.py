@@ -29,6 +29,7 @@ from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._holder import Holder, unpack
+from autoremat.runtime._hooks import HookLog, Repeats, Swap, hook_dicts, tensor_hooks_kept
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._recipe import Entry, Recipe, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
@@ -47,8 +48,8 @@ class Frame:
     """One execution of a region in forward, and its recompute."""
 
     __slots__ = (
-        "__weakref__", "changed", "children", "constants", "entry", "expected", "fn", "group", "holders", "is_closed",
-        "is_done", "is_inline", "is_kept", "lock", "parent", "recipe", "store", "sums",
+        "__weakref__", "changed", "children", "constants", "entry", "expected", "fn", "group", "holders", "hooks",
+        "is_closed", "is_done", "is_inline", "is_kept", "lock", "parent", "recipe", "store", "sums", "wraps_inputs",
     )  # fmt: skip
 
     def __init__(self, recipe: Recipe, fn: Callable[..., Any], parent: Frame | None) -> None:
@@ -57,6 +58,7 @@ class Frame:
         self.parent = parent
         self.entry: Entry | None = None
         self.store: Store | None = None
+        self.hooks: HookLog | None = None
         self.holders: list[weakref.ref[Holder]] = []
         self.expected: list[tuple[Any, torch.dtype, torch.device]] = []
         self.sums: list[int | None] | None = None
@@ -64,7 +66,7 @@ class Frame:
         self.changed: set[tuple[int, str]] = set()
         self.children: list[weakref.ref[Frame]] = []
         self.group: object | None = None
-        self.is_closed = self.is_done = self.is_kept = self.is_inline = False
+        self.is_closed = self.is_done = self.is_kept = self.is_inline = self.wraps_inputs = False
         self.lock = threading.RLock()
 
     def pack(self, tensor: torch.Tensor) -> Holder:
@@ -132,7 +134,7 @@ class Active:
         first: In recompute of the region around it, the execution in forward that this one repeats.
     """
 
-    __slots__ = ("first", "frame", "has_hooks", "is_open", "mode", "owner")
+    __slots__ = ("first", "frame", "has_hooks", "is_open", "mode", "owner", "swap")
 
     def __init__(self, frame: Frame | None, owner: object, first: Frame | None = None) -> None:
         self.frame = frame
@@ -141,10 +143,14 @@ class Active:
         self.is_open = True
         self.has_hooks = False
         self.mode: Recorder | None = None
+        self.swap: Swap | None = None
 
     def close(self) -> None:
         """Pop this region's hooks and mode."""
         self.is_open = False
+        if self.swap is not None:
+            self.swap.undo()
+            self.swap = None
         if self.mode is not None:
             compat.pop_dispatch_mode()
         if self.has_hooks:
@@ -236,8 +242,26 @@ def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any
         frame.store = Store()
         if first is not None:
             first.store = frame.store
+        frame.wraps_inputs = compat.has_backward_hooks(active.owner)  # that op counts as the region's first
         active.mode = Recorder(recipe.table, frame.store)
         compat.push_dispatch_mode(active.mode)
+    if first is not None:
+        frame.hooks = first.hooks
+    elif hooked := hook_dicts(recipe.hook_dicts()):
+        frame.hooks = HookLog()
+        active.swap = frame.hooks.observe(hooked, _end_call, active.mode, lambda: active.is_open, _num_saved)
+
+
+def _num_saved() -> int:
+    top = _STACK.items[-1]
+    return len(top.frame.holders) if isinstance(top, Active) and top.frame is not None else 0
+
+
+def _end_call(module: Any) -> None:
+    """End the region of a module before its other forward hooks run."""
+    items = _STACK.items
+    if items and isinstance(items[-1], Active) and items[-1].owner is module:
+        leave(module)
 
 
 def leave(owner: object, *, failed: bool = False) -> None:
@@ -273,6 +297,8 @@ def _finish(frame: Frame, active: Active) -> None:
     frame.is_closed = True
     if active.first is not None:
         return
+    if frame.hooks is not None:
+        frame.hooks.seal()
     if not recipe.num_recomputes and recipe.num_calls <= MAX_NOTED_CALLS and frame.parent is None:
         recipe.note(entry, frame.store)
     frame.constants = ()
@@ -286,7 +312,9 @@ def _finish(frame: Frame, active: Active) -> None:
 class Replay:
     """The region running again in backward."""
 
-    __slots__ = ("_base", "_child", "_children_left", "_error", "_frame", "_index", "_last", "_mode")
+    __slots__ = (
+        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_last", "_mode", "_repeats", "_swap",
+    )  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -297,10 +325,15 @@ class Replay:
         self._children_left = len(frame.waiting_children(with_entry=False))
         self._error: Exception | None = None
         self._mode: Player | None = None
+        self._repeats: Repeats | None = None
+        self._swap: Swap | None = None
         self._base = 0
 
     def close(self) -> None:
         """Pop hooks and mode."""
+        if self._swap is not None:
+            self._swap.undo()
+            self._swap = None
         if self._mode is not None:
             compat.pop_dispatch_mode()
         compat.pop_hooks()
@@ -318,6 +351,7 @@ class Replay:
                 stack.enter_context(random_set(entry.random))
             if entry.modules is not None and recipe.watch is not None:
                 stack.enter_context(recipe.watch.restored(entry.modules, keep=not frame.is_closed))
+            stack.enter_context(tensor_hooks_kept(entry.outside_tensors()))
             if recipe.counters:
                 stack.enter_context(counting_from(recipe.counters, entry.counts))
             tighten(entry.loose, recipe.name, recipe.learned.hold_all)
@@ -335,9 +369,13 @@ class Replay:
         if frame.recipe.table is not None and frame.store is not None:
             self._mode = Player(frame.recipe.table, frame.store, frame.recipe.name)
             compat.push_dispatch_mode(self._mode)
+        if hooked := hook_dicts(frame.recipe.hook_dicts()):
+            self._repeats = Repeats(frame.hooks, self._mode, self.stop_if_satisfied)
+            self._swap = self._repeats.stand_in_for(hooked, _end_call)
         items.append(self)
         try:
-            fn(*entry.args, **entry.kwargs)
+            args = compat.wrap_as_backward_hooks_do(entry.args) if frame.wraps_inputs else entry.args
+            fn(*args, **entry.kwargs)
         except StopRecompute as stop:
             if stop.args[0] is not self:
                 raise
@@ -378,7 +416,9 @@ class Replay:
 
     def stop_if_satisfied(self) -> None:
         """Leave forward if nothing more is needed."""
-        if self._index > self._last and self._children_left == 0 and self._frame.recipe.early_stop:
+        if self._index <= self._last or self._children_left or not self._frame.recipe.early_stop:
+            return
+        if self._repeats is None or not self._repeats.is_open:  # else the hook that closes a pair runs first
             raise StopRecompute(self)
 
     def _compare(self, index: int, tensor: torch.Tensor) -> None:

@@ -7,12 +7,14 @@ BatchNorm updates its running statistics without counting versions, and never re
 by the module's class. Other buffers and tensor attributes that a region changes are found out in its first call (by
 value) and by version later; their values before the call are stored from then on.
 
-Known limit: an attribute that is an object (not a tensor, list, dict, set or number) is kept by reference.
+Known limits: an attribute that is an object (not a tensor, list, dict, set or number) is kept by reference. Parameters
+that are replaced by DTensors, or DTensors that are replaced, are left to FSDP, which does that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +92,7 @@ class ModuleWatch:
         roots: Pairs of path and module.
     """
 
-    __slots__ = ("_dicts", "_extras", "_is_first", "_names", "_norms", "_roots", "_shapes", "changing")
+    __slots__ = ("_dicts", "_extras", "_hooks", "_is_first", "_names", "_norms", "_roots", "_shapes", "changing")
 
     def __init__(self, roots: list[tuple[str, nn.Module]]) -> None:
         self._roots = [(name, module.__dict__, _is_norm(module)) for name, module in roots]
@@ -117,6 +119,10 @@ class ModuleWatch:
                 for key, module in reversed(d["_modules"].items())
                 if module is not None
             ]
+        roots = {id(d) for _, d, _ in self._roots}
+        self._hooks: tuple[list[Any], list[Any]] = [], []
+        for d in self._dicts:
+            self._hooks[id(d) in roots].extend((d["_forward_pre_hooks"], d["_forward_hooks"]))
         self._shapes = [(d, tuple(d["_modules"].values())) for d in self._dicts]
         self._extras: list[tuple[int, str, list[str]]] = [(0, "", [])] * len(self._dicts)
 
@@ -125,6 +131,11 @@ class ModuleWatch:
         return len(modules) == len(self._roots) and all(
             module.__dict__ is d for module, (_, d, _) in zip(modules, self._roots, strict=True)
         )
+
+    def hook_dicts(self, *, with_roots: bool) -> list[dict[int, Any]]:
+        """The dictionaries of forward hooks and forward pre-hooks, of what is below the roots or of all."""
+        below, own = self._hooks
+        return own + below if with_roots else below
 
     def read(self) -> ModuleState:
         """The state now, at the start of forward."""
@@ -245,7 +256,8 @@ class ModuleWatch:
         for d, wanted in zip(dicts, state.attributes, strict=True):
             _make(d, wanted)
         for i, wanted in state.parameters:
-            _make(dicts[i]["_parameters"], wanted)
+            if not _are_resharded(dicts[i]["_parameters"], wanted):
+                _make(dicts[i]["_parameters"], wanted)
         for i, wanted in state.buffers:
             _make(dicts[i]["_buffers"], wanted)
         for slot in state.changed:
@@ -256,7 +268,8 @@ class ModuleWatch:
             for d, attributes in zip(dicts, found, strict=True):
                 _make(d, attributes)
             for group, tensors in groups:
-                _make(group, tensors)
+                if not _are_resharded(group, tensors):
+                    _make(group, tensors)
 
     def _place_copy(self, state: ModuleState, slot: Slot, *, keep: bool) -> None:
         index, name = slot
@@ -278,6 +291,15 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _differs(tensor: torch.Tensor, old: torch.Tensor) -> bool:
     return not has_no_data(tensor) and tensor.layout == torch.strided and not torch.equal(tensor, old)
+
+
+def _are_resharded(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether FSDP has gathered parameters or given them back in between: it keeps its own account of that."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(
+        a is not b and (isinstance(a, tensor.DTensor) or isinstance(b, tensor.DTensor))
+        for a, b in zip(first.values(), second.values(), strict=False)
+    )
 
 
 def _make(target: dict[str, Any], wanted: dict[str, Any]) -> None:

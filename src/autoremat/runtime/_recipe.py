@@ -81,6 +81,7 @@ class Recipe:
         preserve_rng_state: Whether recompute draws the random numbers that forward drew.
         early_stop: Whether recompute stops once the last saved tensor is back.
         counters: Call counters of regions inside this one that are for single calls.
+        runs_own_hooks: Whether hooks of the watched modules themselves are inside the region, as those below are.
         compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
         error: Makes what to raise if recompute comes out differently, from a message.
         num_calls: Executions in forward.
@@ -95,7 +96,7 @@ class Recipe:
     __slots__ = (
         "check", "compares_shapes", "counters", "early_stop", "error", "held", "learned", "matched", "name",
         "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state",
-        "table", "watch",
+        "runs_own_hooks", "table", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +117,7 @@ class Recipe:
         self.preserve_rng_state = preserve_rng_state
         self.early_stop = early_stop
         self.compares_shapes = True
+        self.runs_own_hooks = False
         self.counters: list[CallCounter] = []
         self.error: Callable[[str], RecomputeError] = RecomputeError
         self.learned = learned if learned is not None else Learned()
@@ -127,6 +129,10 @@ class Recipe:
         self.num_ops_run = self.num_outputs_stored = self.num_ops_skipped = 0
         self.held: list[tuple[int, int, str]] = []
         self.matched: set[tuple[int, int]] = set()
+
+    def hook_dicts(self) -> list[dict[int, Any]]:
+        """The module hooks inside the region."""
+        return self.watch.hook_dicts(with_roots=self.runs_own_hooks) if self.watch is not None else []
 
     def note(self, entry: Entry, store: Store | None) -> None:
         """Note what an execution holds, for `explain`."""
@@ -183,6 +189,11 @@ class Entry:
                 self.random += read_other_random()
             for generator in copier.generators:
                 self.random += generator_state(generator)
+
+    def outside_tensors(self) -> list[torch.Tensor]:
+        """Tensors from outside the region that take part in autograd."""
+        tensors = [tensor for _, tensor in self.copier.tensors if tensor.requires_grad]
+        return tensors + self.modules.fixed if self.modules is not None else tensors
 
     def finish(self, recipe: Recipe) -> None:
         """When forward ends: keep only what recompute needs."""

@@ -367,6 +367,13 @@ class Player(_Mode):
             self._refuse_order(entry, occurrence, position, record)
         return self._hand_out(entry, call, record, (func, args, kwargs))
 
+    def skip(self, num_ops: int, counts: tuple[int, ...]) -> None:
+        """Count ops that forward ran and recompute does not, because no planned call is among them."""
+        self.position += num_ops
+        self.counts += [0] * (len(counts) - len(self.counts))
+        for slot, count in enumerate(counts):
+            self.counts[slot] += count
+
     def _turned_back(self, entry: Operator, position: int) -> Operator | None:
         """The comparison that forward saw here, if Python turned it round."""
         mirrored = self.table[entry.mirror]

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
+import torch.utils.hooks
 from torch._C._autograd import (
     # Whether a backward keeps the graph decides what is worth holding; no public reader.
     _get_current_graph_task_keep_graph,
     # The public saved_tensors_hooks does the same at three times the cost; freed by a faster context manager.
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,  # no public reader
 )
 from torch._subclasses.fake_tensor import FakeTensor  # no public test for "has no data"
 
@@ -34,8 +36,10 @@ __all__ = [
     "dispatch_modes_active",
     "early_stop_override",
     "function_modes",
+    "global_hooks",
     "graph_exec_group",
     "graph_is_kept",
+    "has_backward_hooks",
     "has_no_data",
     "in_backward",
     "pop_dispatch_mode",
@@ -46,8 +50,10 @@ __all__ = [
     "runs_while_tracing",
     "sdpa_flags",
     "skip_side_effects_in_recompute",
+    "top_hooks",
     "transforms_or_tracing_active",
     "unobserved",
+    "wrap_as_backward_hooks_do",
 ]
 
 T = TypeVar("T")
@@ -55,6 +61,11 @@ DefaultHook = Callable[[Any], Any]
 
 push_hooks: Callable[[DefaultHook, DefaultHook], None] = _push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _pop_saved_tensors_default_hooks
+# Hooks registered for all modules have no public reader.
+global_hooks: tuple[dict[int, Any], dict[int, Any]] = (
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+)
 push_dispatch_mode: Callable[[Any], None] = _push_mode
 pop_dispatch_mode: Callable[[], Any] = _pop_mode
 
@@ -63,6 +74,29 @@ _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_acti
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 _num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+_global_backward_hooks = (
+    torch.nn.modules.module._global_backward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+)
+
+
+def has_backward_hooks(module: Any) -> bool:
+    """Whether a call of this passes its arguments through a function that backward hooks hang on."""
+    own = (module._backward_pre_hooks, module._backward_hooks) if isinstance(module, torch.nn.Module) else ()
+    return any(own) or (bool(own) and any(_global_backward_hooks))
+
+
+def wrap_as_backward_hooks_do(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pass arguments through that function, without any hook."""
+    wrapped: tuple[Any, ...] = torch.utils.hooks.BackwardHook(None, [], []).setup_input_hook(args)
+    return wrapped
+
+
+def top_hooks() -> Any:
+    """The saved-tensor hooks that are in effect."""
+    return _top_saved_tensors_default_hooks(True)
 
 
 def transforms_or_tracing_active() -> bool:
