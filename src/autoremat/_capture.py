@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -131,6 +131,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._stack: list[int] = []
+        self._returned: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._call = 0
         self._rnn_workspaces: dict[Any, int] = {}
         self._copies: dict[int, tuple[int, Any]] = {}
@@ -403,6 +404,7 @@ class Recorder(TorchDispatchMode):
                 start=self.recording.clock,
                 end=-1,
                 inputs=self._storages_in(arguments),
+                links=self._links_in(arguments),
             )
         )
         self._stack.append(index)
@@ -412,14 +414,33 @@ class Recorder(TorchDispatchMode):
     def leave_call(self, output: Any) -> None:
         """The innermost running forward returns."""
         index = self._stack.pop()
+        for x in _tensors_in(output):
+            self._returned[id(x)] = (weakref.ref(x), index, x._version)
         self.recording.calls[index] = dataclasses.replace(
             self.recording.calls[index], end=self.recording.clock, outputs=self._storages_in(output)
         )
         self._call = self._stack[-1] if self._stack else index
 
     def _storages_in(self, values: Any) -> tuple[int, ...]:
-        found = [self.storage_index(x) for x in tree_iter(values) if isinstance(x, Tensor)]
+        found = [self.storage_index(x) for x in _tensors_in(values)]
         return _unique([s for s in found if s is not None])
+
+    def _links_in(self, arguments: Any) -> tuple[tuple[int, int], ...]:
+        """Arguments that an earlier call with the same parent returned; all that share a storage, or none."""
+        sources: dict[int, set[int]] = {}
+        for x in _tensors_in(arguments):
+            storage = self.storage_index(x)
+            if storage is not None and storage >= 0:
+                sources.setdefault(storage, set()).add(self._source_of(x))
+        return tuple((s, min(found)) for s, found in sources.items() if len(found) == 1 and min(found) >= 0)
+
+    def _source_of(self, tensor: Tensor) -> int:
+        """The sibling of the call that starts now which returned this tensor, -1 if none did."""
+        reference, source, version = self._returned.get(id(tensor), (None, -1, 0))
+        if reference is None or reference() is not tensor or version != tensor._version:
+            return -1
+        parent = self._stack[-1] if self._stack else -1
+        return source if self.recording.calls[source].parent == parent else -1
 
 
 class _ModuleHooks:
@@ -453,6 +474,10 @@ class _ModuleHooks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.recorder.leave_call(output)
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    return (x for x in tree_iter(values) if isinstance(x, Tensor))
 
 
 def _storage(tensor: Tensor) -> Any:
