@@ -25,9 +25,11 @@ class Machine:
         self.graph = graph
         self.schedule = schedule
         self.clock = 0
+        self.numbers = 0
+        """Bytes that autograd keeps where no hook sees them."""
         self.alive: dict[int, dict[int, int]] = defaultdict(dict)
         """Content hash by storage and living generation."""
-        self.saved_by: dict[int, int] = {}
+        self.saved_by: dict[int, set[int]] = defaultdict(set)
         self.held: dict[int, int] = defaultdict(int)
         self.packs: dict[int, list[int]] = defaultdict(list)
         self.unpacks: dict[int, list[int]] = defaultdict(list)
@@ -51,13 +53,16 @@ class Machine:
             except AssertionError as error:
                 raise AssertionError(f"event {position}, {event}: {error}") from error
             peak = max(peak, self.live_bytes()) if event.op >= 0 else peak
+            if event.op >= 0 and event.action is not Action.RECOMPUTE:
+                self.numbers += self.graph.ops[event.op].kept_bytes
         self._check_end()
         return peak
 
     def live_bytes(self) -> int:
         """Bytes of all living generations and of what regions hold."""
         storages = self.graph.storages
-        return sum(storages[s].num_bytes * len(lives) for s, lives in self.alive.items()) + sum(self.held.values())
+        lives = sum(storages[s].num_bytes * len(found) for s, found in self.alive.items())
+        return lives + sum(self.held.values()) + self.numbers
 
     def _apply(self, event: Event) -> None:
         match event.action:
@@ -66,8 +71,8 @@ class Machine:
             case Action.RECOMPUTE:
                 self._recompute(event)
             case Action.SAVE:
-                assert 0 in self.alive[event.storage], "saves a storage that is not alive"
-                self.saved_by[event.storage] = event.region
+                assert self.alive[event.storage], "saves a storage that is not alive"
+                self.saved_by[event.storage].add(event.region)
             case Action.DROP:
                 self._drop(event)
             case Action.HOLD:
@@ -125,23 +130,30 @@ class Machine:
     def _recompute(self, event: Event) -> None:
         graph, op = self.graph, self.graph.ops[event.op]
         assert op.phase == "forward", "recomputes an op that is not of the forward"
-        call = graph.calls[self.schedule.regions[event.region]]
-        assert call.start <= op.index < call.end, "recomputes an op outside its region"
+        calls = self.schedule.regions[event.region]
+        spans = [graph.calls[call] for call in calls]
+        assert any(span.start <= op.index < span.end for span in spans), "recomputes an op outside its region"
         assert (event.region, op.index) not in self.recomputed, "recomputes twice"
         self.recomputed.add((event.region, op.index))
         for s in op.inputs:
-            if call.start <= graph.storages[s].born < call.end:
-                mine = self.saved_by.get(s) == event.region or max(self.alive[s], default=0) > 0
+            if _is_inside(graph, calls, s) and not _is_argument(graph, calls, s, op.index):
+                mine = event.region in self.saved_by[s] or max(self.alive[s], default=0) > 0
                 assert mine, f"reads storage {s}, which was neither stored nor recomputed"
         for s in op.mutates:
-            born_inside = call.start <= graph.storages[s].born < call.end
-            is_fresh = born_inside and max(self.alive[s], default=0) > 0
+            is_fresh = _is_inside(graph, calls, s) and max(self.alive[s], default=0) > 0
             assert is_fresh or graph.storages[s].cause in _CONSTANT, f"changes storage {s} a second time"
         content = self._compute(op)
         for position, s in enumerate(dict.fromkeys(op.outputs)):
-            if graph.storages[s].born == op.index and self.saved_by.get(s) != event.region:
-                self.alive[s][max(self.alive[s], default=0) + 1] = hash((content, "out", position))
+            if graph.storages[s].born == op.index and event.region not in self.saved_by[s]:
+                generation = self._depth(event.region) + 1
+                assert generation not in self.alive[s], f"storage {s} is born twice"
+                self.alive[s][generation] = hash((content, "out", position))
         self._mutate(op, content)
+
+    def _depth(self, region: int) -> int:
+        """How many regions are around this one: those before it whose calls contain its first."""
+        first = self.schedule.regions[region][0]
+        return sum(any(first in self.graph.subtree(call) for call in calls) for calls in self.schedule.regions[:region])
 
     def _check_end(self) -> None:
         end = len(self.graph.ops)
@@ -153,6 +165,21 @@ class Machine:
         gone = {s.index for s in self.graph.storages if s.last_ref == end and not self.alive[s.index]}
         assert not gone, f"dropped but still referenced: {sorted(gone)}"
         assert not any(self.held.values()), "a region still holds bytes of its own"
+
+
+def _is_inside(graph: StepGraph, calls: tuple[int, ...], storage: int) -> bool:
+    """Whether a storage is born in a region."""
+    return any(graph.calls[c].start <= graph.storages[storage].born < graph.calls[c].end for c in calls)
+
+
+def _is_argument(graph: StepGraph, calls: tuple[int, ...], storage: int, op: int) -> bool:
+    """Whether an op of a span reads a stored argument: its call, or one before, got it from outside the span."""
+    for position, call in enumerate(calls):
+        span = graph.calls[call]
+        is_linked = any(s == storage and source in calls[:position] for s, source in span.links)
+        if span.start <= op and storage in span.inputs and not is_linked:
+            return True
+    return False
 
 
 def run_schedule(graph: StepGraph, schedule: Schedule) -> int:

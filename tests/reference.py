@@ -33,7 +33,7 @@ def is_legal(graph: StepGraph, specs: Sequence[RegionSpec]) -> bool:
 
 def cost_of(graph: StepGraph, specs: Sequence[RegionSpec], op_cost: Sequence[float]) -> float:
     """What recompute of these regions costs."""
-    return sum(op_cost[index] for spec in specs for index in replay(graph, spec.call, spec.kept).ops)
+    return sum(op_cost[index] for spec in specs for index in replay(graph, spec).ops)
 
 
 def live_before(graph: StepGraph, specs: Sequence[RegionSpec], op: int) -> int:

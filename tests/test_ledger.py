@@ -12,9 +12,25 @@ from autoremat._regions import describe_all, resolve
 from autoremat._replay import RegionSpec, random_states, replay
 from autoremat._schedule import Action
 from machine import run_schedule
-from region_choices import region_specs
 from strategies import step_graphs
 from zoo import MODELS
+
+KEPT = ("addmm", "mm", "convolution", "empty_like", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def region_specs(graph, paths, *, keep):
+    specs = []
+    for call in graph.calls:
+        if call.path in paths:
+            kept = {
+                s
+                for op in graph.ops[call.start : call.end]
+                if keep and op.name.split(".")[1] in KEPT
+                for s in op.outputs
+                if graph.storages[s].born == op.index
+            }
+            specs.append(RegionSpec(call.index, frozenset(kept)))
+    return specs
 
 
 @given(step_graphs(nested=False), st.data())
@@ -38,7 +54,7 @@ def test_the_machine_accepts_schedules_of_real_models(name, keep):
     specs = region_specs(graph, case.paths, keep=keep)
     schedule = expand(graph, specs)
     run_schedule(graph, schedule)
-    assert schedule.count(Action.RECOMPUTE) == sum(len(replay(graph, s.call, s.kept).ops) for s in specs)
+    assert schedule.count(Action.RECOMPUTE) == sum(len(replay(graph, s).ops) for s in specs)
 
 
 @pytest.mark.parametrize("kind", ["plain", "recompute", "selective"])
@@ -58,7 +74,7 @@ def test_the_predicted_peak_is_the_measured_peak(name, kind):
 
 def slack_bytes(graph, specs):
     """None, but where a region skips draws: the states passing through count from its start on, not from the draw."""
-    passing = [random_states(graph, s.call, replay(graph, s.call, s.kept))[1] for s in specs]
+    passing = [random_states(graph, graph.calls[s.call], replay(graph, s))[1] for s in specs]
     return graph.rng_state_bytes if any(count > 1 for count in passing) else 0
 
 
@@ -86,12 +102,12 @@ def test_recompute_leaves_out_what_only_stored_outputs_need():
     block = next(c for c in graph.calls if c.path == "0")
     by_name = {graph.ops[i].name: graph.ops[i] for i in range(block.start, block.end)}
     tanh, sigmoid = by_name["aten.tanh.default"], by_name["aten.sigmoid.default"]
-    nothing = replay(graph, block.index)
+    nothing = replay(graph, RegionSpec(block.index))
     assert [graph.ops[i].name.split(".")[1] for i in nothing.ops] == ["addmm", "sigmoid", "addmm", "tanh"]
     assert not nothing.selective
-    kept = replay(graph, block.index, {tanh.outputs[0]})
+    kept = replay(graph, RegionSpec(block.index, frozenset({tanh.outputs[0]})))
     assert [graph.ops[i].name.split(".")[1] for i in kept.ops] == ["addmm", "sigmoid"]
-    both = replay(graph, block.index, {tanh.outputs[0], sigmoid.outputs[0]})
+    both = replay(graph, RegionSpec(block.index, frozenset({tanh.outputs[0], sigmoid.outputs[0]})))
     assert both.ops == ()
     assert both.flops == 0
     assert len(both.skipped) == 4

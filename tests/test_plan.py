@@ -62,6 +62,10 @@ def assert_contained(old, new):
         assert set(old) <= set(new)
         for key, value in old.items():
             assert_contained(value, new[key])
+    elif isinstance(old, list):
+        assert len(old) == len(new)
+        for before, now in zip(old, new, strict=True):
+            assert_contained(before, now)
     else:
         assert new == old
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -126,14 +126,12 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._on_op = on_op
         self.fake_mode = mode
-        self.without_memory: tuple[type, ...] = ()
-        """Kinds of tensors that have no data: what is done to them is not recorded."""
         self._on_cpu = device_kind == "cpu"
-        self._is_on = False
         self.recording = Recording()
         self._known: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._stack: list[int] = []
+        self._returned: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._call = 0
         self._rnn_workspaces: dict[Any, int] = {}
         self._copies: dict[int, tuple[int, Any]] = {}
@@ -151,26 +149,6 @@ class Recorder(TorchDispatchMode):
         """Index of a tensor's storage, if it is known."""
         storage = _storage(tensor)
         return None if storage is None else self._known.get(storage._cdata)
-
-    def __enter__(self) -> Self:
-        self._is_on = True
-        super().__enter__()
-        return self
-
-    def adopt(self, tensor: Tensor, name: str) -> None:
-        """Write down a new tensor that was made where no dispatch mode sees it, as if an op of this name had made it.
-
-        Args:
-            tensor: New, in host memory.
-            name: What the op is called.
-        """
-        if not self._is_on or not self._on_cpu:
-            return
-        index = self.recording.clock
-        storage = self._storage_of(tensor, born=index)
-        self.recording.ops.append(
-            Op(index=index, phase=self.recording.phase, name=name, call=self._call, inputs=(), outputs=(storage,))
-        )
 
     def _storage_of(self, tensor: Tensor, born: int) -> int:
         """Index of a tensor's storage; one that was never seen is new (or was made outside of the step)."""
@@ -223,8 +201,6 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._follow_number()
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        if any(isinstance(x, self.without_memory) for x in tensors):
-            return func(*args, **kwargs)
         if info.name in _NEW_CONSTANT and self.storage_index(tensors[0]) is None:
             inputs = []  # what `torch.tensor(number)` makes comes to light here, as the op's output
         else:
@@ -242,9 +218,6 @@ class Recorder(TorchDispatchMode):
         if is_fake and info.name == _READS_NUMBER and self.recording.phase == "optimizer":
             return 1.0  # optimizers read norms and step counts; no storage of theirs depends on the value
         out = func(*args, **kwargs)
-        if is_fake and is_random_call(info, args, kwargs):
-            with _disable_current_modes():  # so that whoever compares random states sees that it drew
-                torch.rand((), generator=kwargs.get("generator"))
         if is_fake and info.name == _RNN_LAYER and args:
             return self._with_rnn_workspace(func, args, out)
         if is_fake and info.name == _RNN_BACKWARD:
@@ -413,9 +386,9 @@ class Recorder(TorchDispatchMode):
 
     # -- module calls -----------------------------------------------------------------------------------------
 
-    def modules(self, model: nn.Module, *, only_root: bool = False) -> _ModuleHooks:
-        """A context in which the calls of a model's modules are recorded, or only those of the model itself."""
-        return _ModuleHooks(self, [("", model)] if only_root else list(model.named_modules()))
+    def modules(self, model: nn.Module) -> _ModuleHooks:
+        """A context in which the calls of a model's modules are recorded."""
+        return _ModuleHooks(self, model)
 
     def enter_call(self, module: nn.Module, path: str, number: int, arguments: Any) -> int:
         """A module's forward starts."""
@@ -431,6 +404,7 @@ class Recorder(TorchDispatchMode):
                 start=self.recording.clock,
                 end=-1,
                 inputs=self._storages_in(arguments),
+                links=self._links_in(arguments),
             )
         )
         self._stack.append(index)
@@ -440,27 +414,46 @@ class Recorder(TorchDispatchMode):
     def leave_call(self, output: Any) -> None:
         """The innermost running forward returns."""
         index = self._stack.pop()
+        for x in _tensors_in(output):
+            self._returned[id(x)] = (weakref.ref(x), index, x._version)
         self.recording.calls[index] = dataclasses.replace(
             self.recording.calls[index], end=self.recording.clock, outputs=self._storages_in(output)
         )
         self._call = self._stack[-1] if self._stack else index
 
     def _storages_in(self, values: Any) -> tuple[int, ...]:
-        found = [self.storage_index(x) for x in tree_iter(values) if isinstance(x, Tensor)]
+        found = [self.storage_index(x) for x in _tensors_in(values)]
         return _unique([s for s in found if s is not None])
+
+    def _links_in(self, arguments: Any) -> tuple[tuple[int, int], ...]:
+        """Arguments that an earlier call with the same parent returned; all that share a storage, or none."""
+        sources: dict[int, set[int]] = {}
+        for x in _tensors_in(arguments):
+            storage = self.storage_index(x)
+            if storage is not None and storage >= 0:
+                sources.setdefault(storage, set()).add(self._source_of(x))
+        return tuple((s, min(found)) for s, found in sources.items() if len(found) == 1 and min(found) >= 0)
+
+    def _source_of(self, tensor: Tensor) -> int:
+        """The sibling of the call that starts now which returned this tensor, -1 if none did."""
+        reference, source, version = self._returned.get(id(tensor), (None, -1, 0))
+        if reference is None or reference() is not tensor or version != tensor._version:
+            return -1
+        parent = self._stack[-1] if self._stack else -1
+        return source if self.recording.calls[source].parent == parent else -1
 
 
 class _ModuleHooks:
-    """Forward hooks on modules, gone on exit."""
+    """Forward hooks on every module of a model, gone on exit."""
 
-    def __init__(self, recorder: Recorder, modules: list[tuple[str, nn.Module]]) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.recorder = recorder
-        self.watched = modules
+        self.model = model
         self.handles: list[Any] = []
         self.counts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        for path, module in self.watched:
+        for path, module in self.model.named_modules():
             self.handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, prepend=True))
         return self
@@ -481,6 +474,10 @@ class _ModuleHooks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.recorder.leave_call(output)
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    return (x for x in tree_iter(values) if isinstance(x, Tensor))
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -94,7 +94,11 @@ class RegionCost:
 
     def total(self, specs: Iterable[RegionSpec]) -> float:
         """Seconds for all regions of a step."""
-        return sum(self(spec.call, replay(self._graph, spec.call, spec.kept)) for spec in specs)
+        return sum(self._of(spec) + self.total(spec.children) for spec in specs)
+
+    def _of(self, spec: RegionSpec) -> float:
+        work = replay(self._graph, spec)
+        return sum(self(call, work) for call in spec.calls)
 
 
 def relative_error(graph: StepGraph, target: Target) -> float:

@@ -2,8 +2,9 @@
 
 A plan names regions (module calls) and, inside each, the op outputs that are stored (`SavedOutput`) and the ops that
 recompute leaves out. An op call is named by its operator and its *occurrence*: how many calls of the same operator
-came before it inside the same region call, counted as a dispatch mode sees them (``aten.detach`` and casts of
-parameters are not counted, see `UNCOUNTED_OPS`). The module path of a saved output is there for the reader.
+came before it inside the same region (over all calls of a span), counted as a dispatch mode sees them
+(``aten.detach`` and casts of parameters are not counted, see `UNCOUNTED_OPS`). The module path of a saved output is
+there for the reader.
 
 The file is JSON with a published schema (`plan_schema`). Readers accept every released `SCHEMA_VERSION`.
 """
@@ -65,22 +66,53 @@ class SavedOutput:
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
-class Region:
-    """A module call whose saved tensors are dropped after forward and recomputed in backward.
+class CallName:
+    """A module call.
 
     Attributes:
         path: Module path.
         number: Which call of that module within one forward of the model; None for every call.
-        saved: Op outputs stored instead of recomputed.
-        skipped: Ops that recompute does not run: their outputs are stored, or only skipped ops need them.
-        children: Regions inside this one.
     """
 
     path: str
     number: int | None = None
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class Region:
+    """A module call, or a span of sibling calls, whose saved tensors are dropped and recomputed in backward.
+
+    The calls of a span are made by one and the same ``forward``, which may be anybody's. What it does between them is
+    not part of the region. An argument that is the very tensor which an earlier call of the span returned is made
+    again by recompute; every other argument is stored.
+
+    Attributes:
+        path: Module path.
+        number: Which call of that module within one forward of the model; None for every call.
+        then: Further calls of a span, in order.
+        saved: Op outputs stored instead of recomputed.
+        skipped: Ops that recompute does not run: their outputs are stored, or only skipped ops need them.
+        children: Regions inside this one, which its recompute drops again: calls of modules inside its own, or some
+            of the calls of a span.
+    """
+
+    path: str
+    number: int | None = None
+    then: tuple[CallName, ...] = ()
     saved: tuple[SavedOutput, ...] = ()
     skipped: tuple[OpCall, ...] = ()
     children: tuple[Region, ...] = ()
+
+    @property
+    def calls(self) -> tuple[CallName, ...]:
+        """All module calls of the region, in order."""
+        return (CallName(self.path, self.number), *self.then)
+
+    @property
+    def name(self) -> str:
+        """For people: ``"h.0"``, ``"h.0 call 1"``, ``"h.0 .. h.3"``."""
+        ends = [self.calls[0], self.calls[-1]] if self.then else [self.calls[0]]
+        return " .. ".join(c.path if c.number is None else f"{c.path} call {c.number}" for c in ends)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)

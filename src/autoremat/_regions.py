@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoremat._errors import PlanError, PlanMismatch
-from autoremat._plan import OpCall, Plan, Region, SavedOutput
-from autoremat._replay import RegionSpec, gathers_units, is_uncounted, replay
-from autoremat._step_graph import StepGraph
+from autoremat._plan import CallName, OpCall, Plan, Region, SavedOutput
+from autoremat._replay import Extent, RegionSpec, gathers_units, is_uncounted, replay
+from autoremat._step_graph import ModuleCall, StepGraph
 
 
-def op_names(graph: StepGraph, call: int) -> dict[int, OpCall]:
-    """Name each op of a module call by operator and occurrence; ops that are not counted have no name."""
-    span = graph.calls[call]
+def op_names(graph: StepGraph, *calls: int) -> dict[int, OpCall]:
+    """Name each op of a region by operator and occurrence; ops that are not counted have no name."""
     seen: Counter[str] = Counter()
     names: dict[int, OpCall] = {}
-    for op in graph.ops[span.start : span.end]:
+    for index in Extent(graph, calls).indices():
+        op = graph.ops[index]
         if is_uncounted(graph, op):
             continue
         names[op.index] = OpCall(op=op.name, occurrence=seen[op.name])
@@ -24,13 +25,13 @@ def op_names(graph: StepGraph, call: int) -> dict[int, OpCall]:
     return names
 
 
-def describe(graph: StepGraph, spec: RegionSpec, number: int | None = None) -> Region:
+def describe(graph: StepGraph, spec: RegionSpec) -> Region:
     """Write a region with names that a reader and the runtime understand."""
-    names = op_names(graph, spec.call)
-    call = graph.calls[spec.call]
-    work = replay(graph, spec.call, spec.kept)
+    names = op_names(graph, *spec.calls)
+    work = replay(graph, spec)
     saved = []
-    for op in graph.ops[call.start : call.end]:
+    for index in Extent(graph, spec.calls).indices():
+        op = graph.ops[index]
         for output, storage in enumerate(op.outputs):
             if storage in spec.kept and graph.storages[storage].born == op.index:
                 saved.append(
@@ -42,26 +43,49 @@ def describe(graph: StepGraph, spec: RegionSpec, number: int | None = None) -> R
                         num_bytes=graph.storages[storage].num_bytes,
                     )
                 )
-    skipped = tuple(names[i] for i in work.skipped if i in names)
-    return Region(path=call.path, number=number, saved=tuple(saved), skipped=skipped)
+    first, *then = [CallName(graph.calls[call].path, graph.calls[call].number) for call in spec.calls]
+    return Region(
+        path=first.path,
+        number=first.number,
+        then=tuple(then),
+        saved=tuple(saved),
+        skipped=tuple(names[i] for i in work.skipped if i in names),
+        children=tuple(describe(graph, child) for child in spec.children),
+    )
 
 
 def describe_all(graph: StepGraph, specs: Iterable[RegionSpec]) -> tuple[Region, ...]:
-    """Write the regions of a whole step; calls of one module that are treated alike become one region."""
+    """Write the regions of a whole step; calls that are treated alike in every forward lose their numbers."""
     totals = Counter(call.path for call in graph.calls if call.micro_step == 0)
-    first = [spec for spec in specs if graph.calls[spec.call].micro_step == 0]
-    by_path: dict[str, list[Region]] = {}
-    for spec in first:
-        call = graph.calls[spec.call]
-        by_path.setdefault(call.path, []).append(describe(graph, spec, call.number))
-    regions: list[Region] = []
-    for path, group in by_path.items():
-        alike = {(region.saved, region.skipped) for region in group}
-        if len(group) == totals[path] and len(alike) == 1:
-            regions.append(Region(path=path, saved=group[0].saved, skipped=group[0].skipped))
-        else:
-            regions.extend(group)
-    return tuple(regions)
+    first = [describe(graph, spec) for spec in specs if graph.calls[spec.call].micro_step == 0]
+    groups: dict[Region, list[Region]] = defaultdict(list)
+    for region in first:
+        groups[_unnumbered(region)].append(region)
+    found: dict[Region, None] = {}
+    for region in first:
+        common = _unnumbered(region)
+        is_every_call = all(len(groups[common]) == totals[path] for path in _paths(common))
+        found[common if is_every_call and not _calls_twice(common) else region] = None
+    return tuple(found)
+
+
+def _unnumbered(region: Region) -> Region:
+    return dataclasses.replace(
+        region,
+        number=None,
+        then=tuple(CallName(call.path) for call in region.then),
+        children=tuple(_unnumbered(child) for child in region.children),
+    )
+
+
+def _paths(region: Region) -> set[str]:
+    """Modules called by a region itself."""
+    return {call.path for call in region.calls}
+
+
+def _calls_twice(region: Region) -> bool:
+    """Whether a module is called more than once in a region or in one inside it."""
+    return len(_paths(region)) < len(region.calls) or any(_calls_twice(child) for child in region.children)
 
 
 def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
@@ -69,42 +93,71 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
 
     Raises:
         PlanMismatch: If a region or a stored output is not in the step; names it.
-        PlanError: If a region has regions or sharded units inside it: they can be applied, not priced.
+        PlanError: If the calls of a span are not made one after the other by one forward, or a region has sharded
+            units inside it: it can be applied, not priced.
     """
-    by_path: dict[str, list[int]] = {}
-    for call in graph.calls:
-        by_path.setdefault(call.path, []).append(call.index)
-    specs: list[RegionSpec] = []
-    for region in plan.regions:
-        if region.children:
-            raise PlanError(
-                f"Region {region.path!r} has regions inside it. Such a plan can be applied and measured, but its peak "
-                "cannot be predicted yet; leave the inner regions out."
-            )
-        calls = [c for c in by_path.get(region.path, []) if region.number in (None, graph.calls[c].number)]
-        if not calls:
-            raise PlanMismatch(
-                f"The plan has a region {region.path!r} (call {region.number}) that this step of {graph.model} does "
-                "not run. Plan again for this model and batch."
-            )
-        if any(gathers_units(graph, c) for c in calls):
-            raise PlanError(
-                f"Region {region.path!r} has sharded units inside it: recompute would gather all of them and keep them "
-                "gathered, which is not predicted. Make the regions the units, or smaller."
-            )
-        specs.extend(RegionSpec(call=c, kept=_find_kept(graph, c, region.saved)) for c in calls)
+    everything = range(len(graph.calls))
+    specs = [spec for region in plan.regions for spec in _resolve(graph, region, [everything])]
     return sorted(specs, key=lambda spec: graph.calls[spec.call].start)
 
 
-def _find_kept(graph: StepGraph, call: int, saved: Sequence[SavedOutput]) -> frozenset[int]:
-    by_name = {(name.op, name.occurrence): index for index, name in op_names(graph, call).items()}
+def _resolve(graph: StepGraph, region: Region, within: Sequence[range]) -> Iterator[RegionSpec]:
+    """Each occurrence of a region among these calls."""
+    names = region.calls
+    first = _calls_named(graph, names[0], within)
+    if not first:
+        raise PlanMismatch(
+            f"The plan has a region {region.path!r} (call {region.number}) that this step of {graph.model} does "
+            "not run. Plan again for this model and batch."
+        )
+    for call in first:
+        calls = [call]
+        for name in names[1:]:
+            following = _calls_named(graph, name, within)
+            found = next((c for c in following if c.start >= calls[-1].end and c.parent == call.parent), None)
+            if found is None:
+                raise PlanError(
+                    f"Region {region.name!r}: no call of {name.path!r} follows that of {calls[-1].path!r} in the same "
+                    f"forward of {graph.model}. A span consists of calls made one after the other by one module."
+                )
+            calls.append(found)
+        indices = tuple(c.index for c in calls)
+        if gathers_units(graph, *indices):
+            raise PlanError(
+                f"Region {region.name!r} has sharded units inside it: recompute would gather all of them and keep them "
+                "gathered, which is not predicted. Make the regions the units, or smaller."
+            )
+        inside = [graph.subtree(index) for index in indices]
+        children = [spec for child in region.children for spec in _resolve(graph, child, inside)]
+        yield RegionSpec(
+            call=indices[0],
+            kept=_find_kept(graph, indices, region.saved),
+            then=indices[1:],
+            children=tuple(sorted(children, key=lambda spec: graph.calls[spec.call].start)),
+            is_whole=not region.saved and not region.skipped,
+        )
+
+
+def _calls_named(graph: StepGraph, name: CallName, within: Sequence[range]) -> list[ModuleCall]:
+    return [
+        graph.calls[index]
+        for calls in within
+        for index in calls
+        if graph.calls[index].path == name.path and name.number in (None, graph.calls[index].number)
+    ]
+
+
+def _find_kept(graph: StepGraph, calls: tuple[int, ...], saved: Sequence[SavedOutput]) -> frozenset[int]:
+    if not saved:
+        return frozenset()
+    by_name = {(name.op, name.occurrence): index for index, name in op_names(graph, *calls).items()}
     kept = set()
     for output in saved:
         index = by_name.get((output.op, output.occurrence))
         if index is None or output.output >= len(graph.ops[index].outputs):
             raise PlanMismatch(
-                f"Region {graph.calls[call].path!r} stores {output.op} #{output.occurrence}, which this step does not "
-                "run there. Plan again for this model and batch."
+                f"Region {graph.calls[calls[0]].path!r} stores {output.op} #{output.occurrence}, which this step does "
+                "not run there. Plan again for this model and batch."
             )
         kept.add(graph.ops[index].outputs[output.output])
     return frozenset(kept)

@@ -4,17 +4,22 @@ The rules are those of the runtime: ops run again in forward order up to the las
 region; an op is left out if its outputs are stored, or if nothing that runs or is needed reads them ("no dead
 replay"); in-place ops on a stored tensor are left out too, since it is stored in its final state.
 
+A region is one module call or a *span* of sibling calls. What the calling module's forward does between the calls of
+a span is not part of it: it does not run again. An argument that is the very tensor an earlier call of the span
+returned is *linked*: recompute makes it. Any other argument is stored.
+
 Source of the liveness rule: planner formulation 1, ``r_u >= r_o - x_u`` for each edge u -> o.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from autoremat._plan import UNCOUNTED_OPS
-from autoremat._step_graph import Op, SavedTensor, StepGraph
+from autoremat._step_graph import ModuleCall, Op, SavedTensor, StepGraph
 
 GATHER = "fsdp.all_gather"
 """The op that gathers a unit of a sharded step (see `_gathering`)."""
@@ -25,12 +30,27 @@ class RegionSpec:
     """A region of a `StepGraph`.
 
     Attributes:
-        call: Index of the module call.
-        kept: Storages born in the call that are stored until its recompute.
+        call: Index of the (first) module call.
+        kept: Storages born in the region that are stored until its recompute.
+        then: Further calls with the same parent, in order, that are recomputed together with the first.
+        children: Regions inside this one: dropped again by its recompute.
+        is_whole: Whether recompute runs every op up to its stop, as a plan does that lists nothing to skip.
     """
 
     call: int
     kept: frozenset[int] = frozenset()
+    then: tuple[int, ...] = ()
+    children: tuple[RegionSpec, ...] = ()
+    is_whole: bool = False
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """All calls of the region, in order."""
+        return (self.call, *self.then)
+
+    def is_part_of(self, parent: RegionSpec) -> bool:
+        """Whether this consists of calls of the region around it: their arguments are then known to that one."""
+        return set(self.calls) <= set(parent.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +63,7 @@ class Replay:
         stop: Clock at which recompute ends: the last saved tensor is back.
         flops: FLOPs of `ops`.
         selective: Whether the runtime has to watch ops at all (something is stored or worth skipping).
-        needed: Storages born in the region that autograd saved there.
+        needed: Storages born in the region that autograd saved there, or that regions inside it hold.
     """
 
     ops: tuple[int, ...]
@@ -54,11 +74,64 @@ class Replay:
     needed: frozenset[int]
 
 
-def saved_in(graph: StepGraph, call: int) -> list[SavedTensor]:
-    """What autograd saved during a module call, in order."""
-    calls = graph.subtree(call)
-    span = graph.calls[call]
-    return [s for s in graph.saved if span.start <= s.packed <= span.end and s.call in calls]
+class Extent:
+    """The ops of a region: those of its calls, without what runs between them."""
+
+    __slots__ = ("_calls", "_first_calls", "_starts", "ranges")
+
+    def __init__(self, graph: StepGraph, calls: Iterable[int]) -> None:
+        self._calls = [graph.subtree(call) for call in calls]
+        self.ranges = [range(graph.calls[c.start].start, graph.calls[c.start].end) for c in self._calls]
+        self._first_calls = [c.start for c in self._calls]
+        self._starts = [r.start for r in self.ranges]
+
+    def __contains__(self, op: int) -> bool:
+        """Whether the region contains an op."""
+        position = bisect_right(self._starts, op) - 1
+        # Calls without ops start where the next one does, so the last that starts here is the one that has any.
+        return position >= 0 and op in self.ranges[position]
+
+    def part_of_call(self, call: int) -> int | None:
+        """Which of the region's calls contains a module call."""
+        position = bisect_right(self._first_calls, call) - 1
+        return position if position >= 0 and call in self._calls[position] else None
+
+    def indices(self, stop: int | None = None) -> Iterator[int]:
+        """Indices of its ops, up to a clock."""
+        for ops in self.ranges:
+            yield from range(ops.start, ops.stop if stop is None else min(ops.stop, stop))
+
+
+def saved_in(graph: StepGraph, *calls: int) -> list[SavedTensor]:
+    """What autograd saved during module calls, in order."""
+    found: list[SavedTensor] = []
+    for call in calls:
+        inside = graph.subtree(call)
+        span = graph.calls[call]
+        found.extend(s for s in graph.saved_between(span.start, span.end) if s.call in inside)
+    return found
+
+
+def linked(graph: StepGraph, spec: RegionSpec) -> dict[int, dict[int, int]]:
+    """For each call of a span: its arguments that an earlier call of the span made, and which call that was."""
+    members = spec.calls
+    return {
+        call: {s: source for s, source in graph.calls[call].links if source in members[:position]}
+        for position, call in enumerate(members)
+    }
+
+
+def held_inputs(graph: StepGraph, spec: RegionSpec) -> dict[int, int]:
+    """Storages of arguments that a region holds until its recompute, and which of its calls first gets each."""
+    found: dict[int, int] = {}
+    if not spec.then:
+        return dict.fromkeys(graph.calls[spec.call].inputs, 0)
+    links = linked(graph, spec)
+    for part, call in enumerate(spec.calls):
+        for s in graph.calls[call].inputs:
+            if s not in links[call]:
+                found.setdefault(s, part)
+    return found
 
 
 def is_uncounted(graph: StepGraph, op: Op) -> bool:
@@ -68,52 +141,49 @@ def is_uncounted(graph: StepGraph, op: Op) -> bool:
     return op.name == "aten._to_copy.default" and any(graph.storages[s].cause == "parameter" for s in op.inputs)
 
 
-def gathers_units(graph: StepGraph, call: int) -> bool:
-    """Whether parameters are gathered inside a module call: recompute would gather all of its units and keep them."""
-    span = graph.calls[call]
-    return any(op.name == GATHER for op in graph.ops[span.start : span.end])
+def gathers_units(graph: StepGraph, *calls: int) -> bool:
+    """Whether parameters are gathered inside module calls: recompute would gather all of their units and keep them."""
+    return any(graph.ops[index].name == GATHER for index in Extent(graph, calls).indices())
 
 
-def replay(graph: StepGraph, call: int, kept: Iterable[int] = (), saved: list[SavedTensor] | None = None) -> Replay:
-    """Work out what recompute of a module call runs.
+def replay(graph: StepGraph, spec: RegionSpec, saved: list[SavedTensor] | None = None) -> Replay:
+    """Work out what recompute of a region runs.
 
     Args:
         graph: The step.
-        call: Index of the module call.
-        kept: Storages that the region stores; those born elsewhere are ignored.
-        saved: ``saved_in(graph, call)`` if the caller has it.
+        spec: The region; storages in ``kept`` that are born elsewhere are ignored.
+        saved: ``saved_in(graph, *spec.calls)`` if the caller has it.
 
     Returns:
         The ops that run, those left out, and where it stops.
     """
-    span = graph.calls[call]
     storages = graph.storages
-    inside = range(span.start, span.end)
-    kept = frozenset(s for s in kept if storages[s].born in inside)
-    saved = saved_in(graph, call) if saved is None else saved
-    needed = frozenset(s.storage for s in saved if storages[s.storage].born in inside)
-    stop = max((s.packed for s in saved), default=span.start)
+    extent = Extent(graph, spec.calls)
+    kept = frozenset(s for s in spec.kept if storages[s].born in extent)
+    saved = saved_in(graph, *spec.calls) if saved is None else saved
+    needed, stop = _wanted(graph, spec, extent, saved)
 
     live = set(needed - kept)
     runs: list[int] = []
-    for op in reversed(graph.ops[span.start : stop]):
+    for index in reversed(list(extent.indices(stop))):
+        op = graph.ops[index]
         if op.is_view:
             continue
-        writes = {s for s in (*op.outputs, *op.mutates) if s in live}
+        writes = any(s in live for s in op.outputs) or any(s in live for s in op.mutates)
         if writes or op.reads_value or is_uncounted(graph, op):
-            runs.append(op.index)
-            live.update(s for s in op.inputs if storages[s].born in inside and s not in kept)
+            runs.append(index)
+            live.update(s for s in op.inputs if s not in kept and storages[s].born in extent)
     runs.reverse()
 
     alive = set(runs)
-    dead = [op for op in graph.ops[span.start : span.end] if not op.is_view and op.index not in alive]
-    selective = bool(kept) or any(op.flops for op in dead if op.index < stop)
+    dead = [i for i in extent.indices() if not graph.ops[i].is_view and i not in alive]
+    selective = bool(kept) or (not spec.is_whole and any(graph.ops[i].flops for i in dead if i < stop))
     if not selective:
-        runs = [op.index for op in graph.ops[span.start : stop] if not op.is_view]
+        runs = [i for i in extent.indices(stop) if not graph.ops[i].is_view]
         dead = []
     return Replay(
         ops=tuple(runs),
-        skipped=tuple(op.index for op in dead),
+        skipped=tuple(dead),
         stop=stop,
         flops=sum(graph.ops[i].flops for i in runs),
         selective=selective,
@@ -121,33 +191,85 @@ def replay(graph: StepGraph, call: int, kept: Iterable[int] = (), saved: list[Sa
     )
 
 
-def obstacle(graph: StepGraph, call: int) -> str | None:
-    """Why a module call cannot be a region, or None.
+def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[SavedTensor]) -> tuple[frozenset[int], int]:
+    """Storages that recompute must bring back, and the clock at which the last one is there."""
+    storages = graph.storages
+    stop = graph.calls[spec.call].start
+    needed: set[int] = set()
+    held = held_inputs(graph, spec) if spec.then else {}
+    children = [(child, Extent(graph, child.calls)) for child in spec.children]
+    for child, _ in children:
+        if saved_in(graph, *child.calls):
+            stop = max(stop, _ready_at(graph, spec, child))
+            needed.update(s for s in child.kept if storages[s].born in extent)
+            needed.update(
+                s
+                for s, part in held_inputs(graph, child).items()
+                if storages[s].born in extent and not is_from_argument(extent, held, s, child.calls[part])
+            )
+    for record in saved:
+        inner = next((e for _, e in children if e.part_of_call(record.call) is not None), None)
+        if inner is None:
+            stop = max(stop, record.packed)
+        elif storages[record.storage].born in inner:
+            continue
+        if storages[record.storage].born in extent and not is_from_argument(extent, held, record.storage, record.call):
+            needed.add(record.storage)
+    return frozenset(needed), stop
+
+
+def _ready_at(graph: StepGraph, spec: RegionSpec, child: RegionSpec) -> int:
+    """Clock up to which recompute of a region must run so that a region inside it has all that it holds."""
+    last = graph.calls[child.calls[-1]]
+    if replay(graph, child).selective:
+        return last.end
+    return graph.calls[child.call].start if child.is_part_of(spec) else last.start
+
+
+def is_from_argument(extent: Extent, held: dict[int, int], storage: int, call: int) -> bool:
+    """Whether recompute of a module call in a region reads a storage from a stored argument.
+
+    Args:
+        extent: The region.
+        held: Its `held_inputs`.
+        storage: What is read.
+        call: The module call, or one inside it.
+    """
+    part = held.get(storage)
+    if part is None:
+        return False
+    at = extent.part_of_call(call)
+    return at is not None and at >= part
+
+
+def obstacle(graph: StepGraph, *calls: int) -> str | None:
+    """Why module calls cannot be a region, or None.
 
     A region's arguments must still hold the same values when it is recomputed.
     """
-    span = graph.calls[call]
-    saved = saved_in(graph, call)
-    until = min((s.unpacked for s in saved if s.unpacked is not None), default=span.end)
-    inside = range(span.start, span.end)
-    read = {s for op in graph.ops[span.start : span.end] for s in op.inputs if graph.storages[s].born not in inside}
-    for op in graph.ops[span.start : until]:
+    spec = RegionSpec(calls[0], then=calls[1:])
+    extent = Extent(graph, calls)
+    saved = saved_in(graph, *calls)
+    start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
+    until = min((s.unpacked for s in saved if s.unpacked is not None), default=end)
+    read = {s for i in extent.indices() for s in graph.ops[i].inputs if graph.storages[s].born not in extent}
+    read |= held_inputs(graph, spec).keys() if spec.then else set()
+    for op in graph.ops[start:until]:
         for s in op.mutates:
             if s in read and graph.storages[s].cause not in ("buffer", "parameter"):
                 return f"{op.name} changes one of its inputs in place"
     return None
 
 
-def random_states(graph: StepGraph, call: int, work: Replay) -> tuple[int, int]:
-    """How many random states a region holds until its recompute, and how many more until its forward ends.
+def random_states(graph: StepGraph, call: ModuleCall, work: Replay) -> tuple[int, int]:
+    """How many random states a region holds for one of its calls until recompute, and how many more until it ends.
 
-    A region that draws nothing holds the state from its start until that is known, when its forward ends. Else: one
-    from its start, one where an op draws after skipped ones. The state after a skipped op is held until it is known
-    whether another op draws after it; two are alive while the next skipped op's replaces it.
+    A call that draws nothing holds the state from its start until that is known, when it ends. Else: one from its
+    start, one where an op draws after skipped ones. The state after a skipped op is held until it is known whether
+    another op draws after it; two are alive while the next skipped op's replaces it.
     """
-    span = graph.calls[call]
     left_out = set(work.skipped)
-    draws = [op.index in left_out for op in graph.ops[span.start : span.end] if op.is_random]
+    draws = [op.index in left_out for op in graph.ops[call.start : call.end] if op.is_random]
     if not draws:
         return 0, 1
     pairs = list(pairwise(draws))

@@ -1,8 +1,8 @@
 """The Schedule: a plan written out as the sequence of what happens in a step.
 
 It is the contract between planner, ledger and runtime. A schedule speaks of the ops and storages of one `StepGraph`.
-A storage can exist more than once over a step: *generation* 0 comes from forward, higher ones from recomputation; an
-op that runs in recompute reads the newest living generation of its inputs.
+A storage can exist more than once over a step: *generation* 0 comes from forward, ``d + 1`` from recomputation of a
+region with ``d`` regions around it; an op that runs in recompute reads the newest living generation of its inputs.
 
 `tests/machine.py` executes schedules and checks that every event is legal; `_ledger.price` sums their bytes.
 """
@@ -26,7 +26,7 @@ class Action(Enum):
     OPTIMIZER = "optimizer"
     """Run an op of the optimizer step."""
     SAVE = "save"
-    """A region takes hold of a living storage until its recompute. Moves no bytes."""
+    """A region takes hold of the newest life of a storage until its recompute. Moves no bytes."""
     DROP = "drop"
     """The last reference to a living storage goes away; its bytes are free."""
     HOLD = "hold"
@@ -61,11 +61,11 @@ class Schedule:
 
     Attributes:
         events: In order. Storages of `BEFORE_STEP` are alive at the start.
-        regions: Module calls (indices into `StepGraph.calls`) that are regions, in order of execution.
+        regions: The module calls (indices into `StepGraph.calls`) of each region; outer regions before inner ones.
     """
 
     events: tuple[Event, ...]
-    regions: tuple[int, ...] = ()
+    regions: tuple[tuple[int, ...], ...] = ()
 
     def count(self, action: Action) -> int:
         """How many events do this."""

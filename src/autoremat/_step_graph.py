@@ -12,7 +12,9 @@ Known limit: memory that a kernel takes and returns within one op is an estimate
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -140,6 +142,8 @@ class ModuleCall:
         end: Clock when it returned: its ops are ``ops[start:end]``.
         inputs: Storages of the tensors among its arguments.
         outputs: Storages of the tensors that it returned.
+        links: Arguments that are the very tensors which an earlier call with the same parent returned, unchanged
+            since: storage and index of that call.
     """
 
     index: int
@@ -152,6 +156,7 @@ class ModuleCall:
     end: int
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +212,11 @@ class StepGraph:
     def flops(self) -> int:
         """FLOPs of the captured step, without recomputation."""
         return sum(op.flops for op in self.ops)
+
+    def saved_between(self, start: int, end: int) -> tuple[SavedTensor, ...]:
+        """What autograd stored from one clock to another, both included."""
+        clock = attrgetter("packed")
+        return self.saved[bisect_left(self.saved, start, key=clock) : bisect_right(self.saved, end, key=clock)]
 
     def subtree(self, call: int) -> range:
         """Indices of a module call and of all calls below it (calls are in order of entry, so they are adjacent)."""

@@ -15,8 +15,9 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -26,10 +27,12 @@ from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import Plan, Region
 from autoremat._signature import model_signature
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import Active, active_regions, close_through, enter, leave, unwind
+from autoremat.runtime._enter import enter, leave
+from autoremat.runtime._layout import Use, lay_out
 from autoremat.runtime._module_state import ModuleWatch
-from autoremat.runtime._recipe import Recipe
+from autoremat.runtime._recipe import Part, Recipe
 from autoremat.runtime._selective import OpTable
+from autoremat.runtime._stack import Active, active_regions, close_through, unwind
 
 Check = Literal["first", "always", "never"]
 
@@ -41,7 +44,8 @@ class ExecutedRegion:
     Attributes:
         path: Module path.
         number: Call number, None for every call.
-        num_calls: Forward calls that it was active in.
+        last: Path of the last call of a span, None for a region of one call.
+        num_calls: Executions in forward; for a span, of all of it.
         num_recomputes: How many of them were recomputed.
         num_ops_run: Ops that ran in recompute; counted only where the region stores or skips ops.
         num_outputs_stored: Stored outputs handed out in recompute.
@@ -50,6 +54,7 @@ class ExecutedRegion:
 
     path: str
     number: int | None
+    last: str | None
     num_calls: int
     num_recomputes: int
     num_ops_run: int
@@ -66,13 +71,26 @@ class _Root:
         self.forward_index = 0
 
 
+class Level(NamedTuple):
+    """A region that a module call belongs to, and which of the region's calls it is."""
+
+    region: Region
+    recipe: Recipe
+    part: int
+
+
+Levels = tuple[Level, ...]
+"""The regions that have a module call among theirs, outermost first."""
+
+
 @dataclass(slots=True)
 class _Attached:
     """The regions of one module."""
 
-    recipes: dict[int | None, Recipe]
     root: _Root
-    path: str
+    always: Levels = ()
+    """For calls that no region names by number."""
+    by_number: dict[int, Levels] = field(default_factory=dict)
     forward_index: int = -1
     num_calls: int = 0
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -93,13 +111,13 @@ class _Attached:
         pre_hooks.move_to_end(before)
         return False
 
-    def next_recipe(self) -> Recipe | None:
-        """The recipe of the call that starts now."""
-        if None in self.recipes:
-            return self.recipes[None]
+    def next_levels(self) -> Levels:
+        """The regions of the call that starts now."""
+        if not self.by_number:
+            return self.always
         number = self.read_count()
         self.write_count(number + 1)
-        return self.recipes.get(number)
+        return self.by_number.get(number, self.always)
 
     def read_count(self) -> int:
         """How many calls of this module came before in this forward of the model."""
@@ -122,12 +140,37 @@ def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     attached = _REGIONS.get(module)
     if attached is None:
         return None
-    recipe = attached.next_recipe()  # calls without gradients count, too
-    if recipe is None or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
+    levels = attached.next_levels()  # calls without gradients count, too
+    if not levels or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
         return None
     if not attached.is_innermost(module):
         return None
-    return OpenCall(enter(recipe, module.forward, module, args, kwargs), args, kwargs)
+    return OpenCall(_enter_levels(levels, 0, module, args, kwargs), args, kwargs)
+
+
+def _enter_levels(
+    levels: Levels, first: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Active:
+    """Enter a call's regions, outermost first; returns the outermost."""
+    entered = []
+    for level in range(first, len(levels)):
+        _, recipe, part = levels[level]
+        is_last = level == len(levels) - 1
+        fn = module.forward if is_last else partial(_run_inside, levels, level + 1, module)
+        entered.append(enter(recipe, fn, module, args, kwargs, part=part, level=level))
+    return entered[0]
+
+
+def _run_inside(levels: Levels, first: int, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """What recompute of an outer region runs for a call that inner regions have among theirs, too."""
+    try:
+        _enter_levels(levels, first, module, args, kwargs)
+        output = module.forward(*args, **kwargs)
+    except Exception:
+        leave(module, failed=True, level=first)
+        raise
+    leave(module, output, level=first)
+    return output
 
 
 class OpenCall(tuple[Any, ...]):  # noqa: SLOT001 (a tuple cannot have any)
@@ -167,7 +210,7 @@ def warn_compiled(name: str, *, is_model: bool) -> bool:
 def end_region(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of a region's module; runs after an exception, too."""
     if not torch.compiler.is_compiling():
-        leave(module, failed=output is None)
+        leave(module, output, failed=output is None)
 
 
 def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
@@ -182,13 +225,16 @@ def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
             abandon_stale_regions()
 
 
-def attached_regions(model: nn.Module) -> Iterator[tuple[str, int | None, Recipe]]:
-    """Path, call number and recipe of every region of a model."""
+def attached_regions(model: nn.Module) -> Iterator[tuple[Region, Recipe]]:
+    """Every region of a model."""
+    seen: set[Recipe] = set()
     for module in model.modules():
         attached = _REGIONS.get(module)
-        if attached is not None:
-            for number, recipe in attached.recipes.items():
-                yield attached.path, number, recipe
+        for levels in (attached.always, *attached.by_number.values()) if attached is not None else ():
+            for region, recipe, part in levels:
+                if part == 0 and recipe not in seen:
+                    seen.add(recipe)
+                    yield region, recipe
 
 
 class Applied:
@@ -200,9 +246,17 @@ class Applied:
         ...     model(torch.ones(1, 2)).sum().backward()
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, attached: list[_Attached], handle: RemovableHandle) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        recipes: list[tuple[Region, Recipe]],
+        attached: list[_Attached],
+        handle: RemovableHandle,
+    ) -> None:
         self.plan = plan
         self._model = weakref.ref(model)
+        self._recipes = recipes
         self._attached = attached
         self._handle = handle
         self._is_on = True
@@ -213,13 +267,12 @@ class Applied:
         return tuple(self._take_counts())
 
     def _take_counts(self) -> Iterator[ExecutedRegion]:
-        for attached in self._attached:
-            for number, recipe in attached.recipes.items():
-                yield ExecutedRegion(
-                    attached.path, number, recipe.num_calls, recipe.num_recomputes, recipe.num_ops_run,
-                    recipe.num_outputs_stored, recipe.num_ops_skipped,
-                )  # fmt: skip
-                recipe.reset_counts()
+        for region, recipe in self._recipes:
+            yield ExecutedRegion(
+                region.path, region.number, region.then[-1].path if region.then else None, recipe.num_calls,
+                recipe.num_recomputes, recipe.num_ops_run, recipe.num_outputs_stored, recipe.num_ops_skipped,
+            )  # fmt: skip
+            recipe.reset_counts()
 
     def remove(self) -> None:
         """Make the model plain again. Steps whose forward has run still recompute in backward."""
@@ -244,8 +297,7 @@ class Applied:
         self.remove()
 
     def __repr__(self) -> str:
-        num_regions = sum(len(attached.recipes) for attached in self._attached)
-        return f"<Applied: {num_regions} regions, {'on' if self._is_on else 'removed'}>"
+        return f"<Applied: {len(self._recipes)} regions, {'on' if self._is_on else 'removed'}>"
 
 
 def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
@@ -268,12 +320,14 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
     if check not in ("first", "always", "never"):
         raise UsageError(f"check is 'first', 'always' or 'never', not {check!r}.")
     _check_model(model, plan)
+    layout = lay_out(model, plan)
     _WARNED.clear()
     root = _Root()
-    modules = _resolve_regions(model, plan)
+    recipes = [(region, _recipe(region, model, check)) for region in layout.regions]
+    of_region = {id(region): recipe for region, recipe in recipes}
     attached = {
-        module: _Attached({r.number: _recipe(r, module, check) for r in regions}, root, regions[0].path)
-        for module, regions in modules.items()
+        module: _attach_levels(root, [(use, of_region[id(use.region)]) for use in uses])
+        for module, uses in layout.uses.items()
     }
     _link_counters(attached)
     _ROOTS[model] = root
@@ -284,23 +338,38 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
             module.register_forward_hook(end_region, prepend=True, with_kwargs=True, always_call=True),
         ]
         _REGIONS[module] = entry
-    return Applied(model, plan, list(attached.values()), handle)
+    return Applied(model, plan, recipes, list(attached.values()), handle)
+
+
+def _attach_levels(root: _Root, uses: list[tuple[Use, Recipe]]) -> _Attached:
+    def levels(number: int | None) -> Levels:
+        found = [(use, recipe) for use, recipe in uses if use.number in (None, number)]
+        found.sort(key=lambda pair: pair[0].depth)
+        return tuple(Level(use.region, recipe, use.part) for use, recipe in found)
+
+    numbers = {use.number for use, _ in uses if use.number is not None}
+    return _Attached(root, levels(None), {number: levels(number) for number in sorted(numbers)})
 
 
 def _link_counters(attached: dict[nn.Module, _Attached]) -> None:
-    """Tell each region which regions for single calls are inside it."""
-    numbered = {module: entry for module, entry in attached.items() if None not in entry.recipes}
+    """Tell each call of a region which regions for single calls are inside it."""
+    numbered = {module: entry for module, entry in attached.items() if entry.by_number}
     for module, entry in attached.items() if numbered else ():
         inside = [numbered[m] for m in module.modules() if m is not module and m in numbered]
-        for recipe in entry.recipes.values():
-            recipe.counters = list(inside)
+        for levels in (entry.always, *entry.by_number.values()):
+            for _, recipe, part in levels:
+                recipe.parts[part].counters = list(inside)
 
 
-def _recipe(region: Region, module: nn.Module, check: Check) -> Recipe:
+def _recipe(region: Region, model: nn.Module, check: Check) -> Recipe:
     table = OpTable(region) if region.saved or region.skipped else None
-    watch = ModuleWatch([(region.path, module)])
+    modules = [model.get_submodule(call.path) for call in region.calls]
+    parts = [
+        Part(call.path, ModuleWatch([(call.path, module)])) for call, module in zip(region.calls, modules, strict=True)
+    ]
     number = "" if region.number is None else f" call {region.number}"
-    return Recipe(f"Region {region.path!r}{number} ({type(module).__name__})", watch, table, check=check)
+    last = f" to {region.then[-1].path!r}" if region.then else ""
+    return Recipe(f"Region {region.path!r}{number}{last} ({type(modules[0]).__name__})", parts, table, check=check)
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
@@ -327,46 +396,6 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` returned, or has been compiled in place."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _resolve_regions(model: nn.Module, plan: Plan) -> dict[nn.Module, list[Region]]:
-    """Regions by module, children included."""
-    found: dict[nn.Module, list[Region]] = {}
-    for region, parent in _all_regions(plan.regions, None):
-        try:
-            module = model.get_submodule(region.path)
-        except AttributeError as error:
-            raise PlanMismatch(
-                f"The plan names the module {region.path!r}, which {type(model).__name__} does not have. "
-                "Make a plan for this model with autoremat.plan."
-            ) from error
-        if parent is not None and parent.path and not region.path.startswith(parent.path + "."):
-            raise PlanError(f"Region {region.path!r} is a child of {parent.path!r} and not inside it.")
-        same = found.setdefault(module, [])
-        if any(other.number == region.number or None in (other.number, region.number) for other in same):
-            raise PlanError(f"The plan names the module {region.path!r} twice for the same call. Keep one of them.")
-        same.append(region)
-    _refuse_overlap(plan.regions)
-    return found
-
-
-def _all_regions(regions: tuple[Region, ...], parent: Region | None) -> Iterator[tuple[Region, Region | None]]:
-    for region in regions:
-        yield region, parent
-        yield from _all_regions(region.children, region)
-
-
-def _refuse_overlap(regions: tuple[Region, ...]) -> None:
-    paths = {region.path for region in regions}
-    for region in regions:
-        parts = region.path.split(".") if region.path else []
-        ancestors = {".".join(parts[:i]) for i in range(len(parts))}
-        if shared := ancestors & paths:
-            raise PlanError(
-                f"Region {region.path!r} lies inside region {min(shared)!r}, and is not listed as its child. "
-                "Make it a child, or drop one of them."
-            )
-        _refuse_overlap(region.children)
 
 
 def abandon_stale_regions() -> None:

@@ -29,9 +29,9 @@ from torch import nn
 
 from autoremat._errors import RecomputeError, UsageError
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import enter, leave
+from autoremat.runtime._enter import enter, leave
 from autoremat.runtime._module_state import ModuleWatch
-from autoremat.runtime._recipe import Learned, Recipe
+from autoremat.runtime._recipe import Learned, Part, Recipe
 
 _torch_checkpoint = torch_checkpoint.checkpoint
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def checkpoint(
     checks = determinism_check == "default" and preserve_rng_state and not _changes_stored_values(in_recompute)
     recipe = Recipe(
         _name(function),
-        _watch_of(modules),
+        [Part("", _watch_of(modules))],
         check="first" if checks else "never",
         preserve_rng_state=preserve_rng_state,
         early_stop=early_stop if override is None else override,

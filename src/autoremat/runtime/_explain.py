@@ -36,6 +36,7 @@ class ExplainedRegion(JsonResult):
     Attributes:
         path: Module path.
         number: Call number, None for every call.
+        last: Path of the last call of a span, None for a region of one call.
         num_calls: Forward calls since `Applied.executed` was last read.
         num_recomputes: How many of them were recomputed.
         held: What it held at the end of forward, of what no earlier region held.
@@ -45,6 +46,7 @@ class ExplainedRegion(JsonResult):
 
     path: str
     number: int | None
+    last: str | None
     num_calls: int
     num_recomputes: int
     held: tuple[HeldStorage, ...]
@@ -68,8 +70,9 @@ class Explanation(JsonResult):
         lines = [f"{len(self.regions)} regions hold {format_bytes(self.held_bytes)} between forward and backward"]
         for region in self.regions:
             number = "" if region.number is None else f" call {region.number}"
+            last = "" if region.last is None else f" to {region.last}"
             line = (
-                f"  {region.path}{number}: {region.num_calls} calls, {region.num_recomputes} recomputed, "
+                f"  {region.path}{number}{last}: {region.num_calls} calls, {region.num_recomputes} recomputed, "
                 f"{format_bytes(region.held_bytes)}"
             )
             lines.append(line + (f", not matched: {', '.join(region.unmatched)}" if region.unmatched else ""))
@@ -98,7 +101,7 @@ def explain(model: nn.Module) -> Explanation:
     """
     seen: set[int] = set()
     regions = []
-    for path, number, recipe in attached_regions(model):
+    for region, recipe in attached_regions(model):
         held = []
         for address, num_bytes, name in recipe.held:
             if address not in seen:
@@ -108,8 +111,9 @@ def explain(model: nn.Module) -> Explanation:
         unmatched = tuple(recipe.table.unmatched(recipe.matched)) if ran and recipe.table is not None else ()
         regions.append(
             ExplainedRegion(
-                path,
-                number,
+                region.path,
+                region.number,
+                region.then[-1].path if region.then else None,
                 recipe.num_calls,
                 recipe.num_recomputes,
                 tuple(held),

@@ -1,15 +1,13 @@
-"""One execution of a region: what it holds between forward and backward, and how it is recomputed.
+"""One execution of a region: what it holds between forward and backward.
 
 In forward, each tensor that autograd saves inside the region is replaced by an empty `Holder`. The first holder that
-backward opens makes its `Frame` run the region again; that fills all holders, in the order in which forward made
-them, and stops as soon as the last is full. In a plain backward a holder then keeps its tensor until autograd
-releases it, and the frame lets go of its arguments. In one that keeps the graph (retain_graph, create_graph) a holder
-gives its tensor away: the next backward recomputes, and between the two nothing is held. (Then a custom function that
-reads ``ctx.saved_tensors`` twice in one backward has its region recomputed twice.)
+backward opens makes its `Frame` run the region again (`Replay`); that fills all holders, in the order in which forward
+made them. A holder keeps its tensor until autograd releases the holder, so that retain_graph, several backwards and
+double backward see what they would see without a region.
 
-A region inside another holds nothing: when the outer one is recomputed, the inner forward runs again, and the inner
-frame takes its arguments and stored outputs from there. What runs again is a region of its own, the frame's twin, so
-that ``torch.autograd.grad`` inside works in recompute, too; regions inside a twin run inline.
+A region is one call or a span of calls, its `Run`s. A region inside another holds nothing: when the outer one is
+recomputed, the inner forward runs again, and the inner frame takes its arguments and stored outputs from there. If it
+consists of some of the outer one's own calls, it shares what that one noted when they started.
 
 References: autograd -> holder -> frame -> arguments; frame -> holder is weak, so there are no cycles.
 """
@@ -19,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +27,15 @@ from autoremat._errors import RecomputeError
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
-from autoremat.runtime._holder import Holder, unpack
+from autoremat.runtime._holder import Holder
 from autoremat.runtime._hooks import HookLog, Repeats, Swap, hook_dicts, tensor_hooks_kept
+from autoremat.runtime._links import Returned, relinked, tensors_in
 from autoremat.runtime._module_state import version_of
-from autoremat.runtime._recipe import Entry, Recipe, counting_from
+from autoremat.runtime._recipe import Recipe, Run, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
+from autoremat.runtime._stack import STACK, end_call, unwind
 from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import tighten
-
-MAX_NOTED_CALLS = 64
-"""How many executions `explain` looks at, where forward runs and runs without a backward."""
 
 
 class StopRecompute(BaseException):
@@ -45,29 +43,66 @@ class StopRecompute(BaseException):
 
 
 class Frame:
-    """One execution of a region in forward, and its recompute."""
+    """One execution of a region in forward, and its recompute.
+
+    Attributes:
+        recipe: What it has in common with other executions of the region.
+        parent: The frame around it.
+        runs: The calls that it consists of, as far as they have started.
+        returned: Tensors that its calls have returned, for the later calls of a span; None for a region of one call.
+        store: Stored outputs.
+        hooks: What the hooks of others inside it did in forward.
+        holders: What stands for its saved tensors in autograd's graph.
+        expected: Shape and dtype of each.
+        sums: Checksum of each, where values are compared.
+        constants: Addresses that need no checksum, while a call is running.
+        changed: Buffers and attributes that the first forward was seen to change, for each run.
+        draws: Whether it drew random numbers, for each run; of a region inside another.
+        children: Frames inside it, in the order in which they started.
+        spans: Those of them that may go on with a further call, by recipe.
+        group: The ``GraphExecGroup`` in which it was recomputed.
+        is_running: Whether one of its calls is running.
+        is_closed: Whether forward has left it for good.
+        is_done: Whether it holds nothing any more.
+        is_kept: Whether the backward that recomputed it keeps the graph for another.
+        is_inline: Whether it repeats an execution in recompute, so that regions inside it are part of it.
+    """
 
     __slots__ = (
-        "__weakref__", "changed", "children", "constants", "entry", "expected", "fn", "group", "holders", "hooks",
-        "is_closed", "is_done", "is_inline", "is_kept", "lock", "parent", "recipe", "store", "sums", "wraps_inputs",
+        "__weakref__", "changed", "children", "constants", "draws", "expected", "group", "holders", "hooks",
+        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "recipe", "recorder",
+        "returned", "runs", "spans", "store", "sums",
     )  # fmt: skip
 
-    def __init__(self, recipe: Recipe, fn: Callable[..., Any], parent: Frame | None) -> None:
+    def __init__(self, recipe: Recipe, parent: Frame | None) -> None:
         self.recipe = recipe
-        self.fn: Callable[..., Any] | None = fn
         self.parent = parent
-        self.entry: Entry | None = None
+        self.runs: list[Run] = []
+        self.returned = Returned() if len(recipe.parts) > 1 else None
         self.store: Store | None = None
+        self.recorder: Recorder | None = None
         self.hooks: HookLog | None = None
         self.holders: list[weakref.ref[Holder]] = []
         self.expected: list[tuple[Any, torch.dtype, torch.device]] = []
         self.sums: list[int | None] | None = None
         self.constants: Collection[int] = ()
-        self.changed: set[tuple[int, str]] = set()
+        self.changed: list[set[tuple[int, str]]] = []
+        self.draws: list[bool] = []
         self.children: list[weakref.ref[Frame]] = []
+        self.spans: dict[Recipe, weakref.ref[Frame]] = {}
         self.group: object | None = None
-        self.is_closed = self.is_done = self.is_kept = self.is_inline = self.wraps_inputs = False
+        self.is_running = self.is_closed = self.is_done = self.is_kept = self.is_inline = False
         self.lock = threading.RLock()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be recomputed: a region inside another must have been run again by that one."""
+        return bool(self.runs) and all(run.entry is not None for run in self.runs)
+
+    @property
+    def shares_entries(self) -> bool:
+        """Whether it consists of calls of the region around it, whose entries it uses."""
+        return bool(self.runs) and self.runs[0].source is not None
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         """What autograd calls in forward for a tensor that it saves."""
@@ -83,9 +118,11 @@ class Frame:
         with self.lock:
             if self.is_done:
                 return
-            if self.entry is None and self.parent is not None:
+            if not self.is_running:
+                self.close()
+            if not self.is_ready and self.parent is not None:
                 self.parent.recompute()
-            if self.entry is None:
+            if not self.is_ready:
                 raise RecomputeError(
                     f"{self.recipe.name}: the region around it did not run it in recompute. The outer module's forward "
                     "took another path; take one of the two out of the plan."
@@ -100,6 +137,21 @@ class Frame:
             elif self.is_closed:
                 self.release()
 
+    def close(self) -> None:
+        """Forward has left it: a span that left out its last calls does not go on, a further call starts anew."""
+        if not self.is_closed:
+            self.is_closed = True
+            if self.hooks is not None and not self.is_inline:
+                self.hooks.seal()
+            for ref in self.children:
+                child = ref()
+                if child is not None and not child.is_running:
+                    child.close()
+
+    def is_intact(self) -> bool:
+        """Whether what it stores is as its calls left it."""
+        return self.store is None or all(version_of(o.tensor) == o.version for o in self.store.stored())
+
     def forget(self) -> None:
         """At the end of a backward that keeps the graph: let go of what can be recomputed."""
         with self.lock:
@@ -107,227 +159,82 @@ class Frame:
                 return
             for holder in self._alive_holders():
                 holder.value = None
-            for child in self.waiting_children(with_entry=True):
-                child.entry = child.store = child.fn = None
+            for child in self.waiting_children(ready=True):
+                child.forget_entries()
+
+    def forget_entries(self) -> None:
+        """Let go of what the region around this one can bring back by running it again."""
+        for run in self.runs:
+            run.entry = None
+        self.store = None
 
     def _alive_holders(self) -> Iterator[Holder]:
         return (holder for ref in self.holders if (holder := ref()) is not None)
 
-    def waiting_children(self, *, with_entry: bool) -> list[Frame]:
+    def waiting_children(self, *, ready: bool) -> list[Frame]:
         """Regions inside this one that are to be recomputed, those that have or lack what they need for it."""
         children = [child for ref in self.children if (child := ref()) is not None]
-        return [c for c in children if c.is_closed and not c.is_done and (c.entry is not None) is with_entry]
+        return [c for c in children if c.is_closed and not c.is_done and c.is_ready is ready]
+
+    def undo(self, num_holders: int) -> None:
+        """Forget the last call, which raised an exception."""
+        self.runs.pop()
+        del self.holders[num_holders:], self.expected[num_holders:]
+        if self.sums is not None:
+            del self.sums[num_holders:]
+        self.is_closed = True
+        if not self.runs:
+            self.release()
 
     def release(self) -> None:
         """Let go of everything but the holders."""
         self.is_done = True
-        self.entry = self.store = self.fn = None
+        self.runs = []
+        self.store = self.recorder = None
         self.sums = None
 
 
-class Active:
-    """A region whose forward is running, on this thread's stack.
+@dataclass(slots=True)
+class Repeat:
+    """A region inside one that is recomputed runs again.
 
-    Args:
-        frame: This execution; None for a region that runs inline.
-        owner: What `enter` was given.
-        first: In recompute of the region around it, the execution in forward that this one repeats.
+    Attributes:
+        first: Its execution in forward.
+        frame: This one.
+        was_ready: Whether the first could be recomputed already.
+        run: Which call it has come to.
     """
 
-    __slots__ = ("first", "frame", "has_hooks", "is_open", "mode", "owner", "swap")
-
-    def __init__(self, frame: Frame | None, owner: object, first: Frame | None = None) -> None:
-        self.frame = frame
-        self.owner = owner
-        self.first = first
-        self.is_open = True
-        self.has_hooks = False
-        self.mode: Recorder | None = None
-        self.swap: Swap | None = None
-
-    def close(self) -> None:
-        """Pop this region's hooks and mode."""
-        self.is_open = False
-        if self.swap is not None:
-            self.swap.undo()
-            self.swap = None
-        if self.mode is not None:
-            compat.pop_dispatch_mode()
-        if self.has_hooks:
-            compat.pop_hooks()
-
-    def abandon(self) -> None:
-        """Forward did not get to its end: what it left for recompute is of no use."""
-        if self.frame is not None:
-            self.frame.release()
-        if self.first is not None:
-            self.first.entry = self.first.store = self.first.fn = None
-
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.items: list[Active | Replay] = []
-
-
-_STACK = _Stack()
-
-
-def active_regions() -> list[Active | Replay]:
-    """Regions running on this thread, outermost first."""
-    return _STACK.items
-
-
-def unwind(depth: int) -> None:
-    """Close what an exception left open above this depth."""
-    items = _STACK.items
-    while len(items) > depth:
-        item = items.pop()
-        item.close()
-        if isinstance(item, Active) and item.mode is not None:
-            item.abandon()
-
-
-def close_through(active: Active) -> None:
-    """Close a region that did not come to its end, and what is open inside it."""
-    if active in _STACK.items:
-        unwind(_STACK.items.index(active))
-
-
-def enter(
-    recipe: Recipe, fn: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Active:
-    """Start a region; `leave` must follow, whatever happens in between."""
-    items = _STACK.items
-    top = items[-1] if items else None
-    if isinstance(top, Replay):
-        first = top.next_child(recipe)
-        frame = Frame(recipe, fn, None) if first is not None else None
-        active = Active(frame, owner, first)
-    elif top is not None and (top.first is not None or top.frame is None):
-        active = Active(None, owner)
-    else:
-        parent = top.frame if top is not None else None
-        frame = Frame(recipe, fn, parent)
-        if parent is not None:
-            parent.children.append(weakref.ref(frame))
-        recipe.num_calls += 1
-        if recipe.check == "always" or (recipe.check == "first" and not recipe.learned.is_checked):
-            frame.sums = []
-        active = Active(frame, owner)
-    if active.frame is not None:
-        _start(active, active.frame, fn, args, kwargs)
-    elif isinstance(top, Replay) and not top.is_inline:
-        compat.push_hooks(_keep, _identity)
-        active.has_hooks = True
-    items.append(active)
-    if isinstance(top, Replay) and recipe.table is None:
-        top.stop_if_satisfied()
-    return active
-
-
-def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    recipe = frame.recipe
-    frame.entry = entry = Entry(recipe, args, kwargs)
-    first = active.first
-    if first is not None:
-        frame.is_inline = True
-        first.fn, first.entry = fn, entry
-        if entry.modules is not None:
-            entry.modules.changed |= first.changed
-    if frame.sums is not None and entry.modules is not None and recipe.watch is not None:
-        frame.constants = recipe.watch.addresses(entry.modules)
-    compat.push_hooks(frame.pack, unpack)
-    active.has_hooks = True
-    if recipe.table is not None:
-        frame.store = Store()
-        if first is not None:
-            first.store = frame.store
-        frame.wraps_inputs = compat.has_backward_hooks(active.owner)  # that op counts as the region's first
-        active.mode = Recorder(recipe.table, frame.store)
-        compat.push_dispatch_mode(active.mode)
-    if first is not None:
-        frame.hooks = first.hooks
-    elif hooked := hook_dicts(recipe.hook_dicts()):
-        frame.hooks = HookLog()
-        active.swap = frame.hooks.observe(hooked, _end_call, active.mode, lambda: active.is_open, _num_saved)
-
-
-def _num_saved() -> int:
-    top = _STACK.items[-1]
-    return len(top.frame.holders) if isinstance(top, Active) and top.frame is not None else 0
-
-
-def _end_call(module: Any) -> None:
-    """End the region of a module before its other forward hooks run."""
-    items = _STACK.items
-    if items and isinstance(items[-1], Active) and items[-1].owner is module:
-        leave(module)
-
-
-def leave(owner: object, *, failed: bool = False) -> None:
-    """End the innermost region of this owner.
-
-    Args:
-        owner: What `enter` was given.
-        failed: Whether forward raised an exception.
-    """
-    items = _STACK.items
-    active = items[-1] if items else None
-    if not isinstance(active, Active) or active.owner is not owner:
-        return
-    items.pop()
-    active.close()
-    frame = active.frame
-    if frame is None:
-        return
-    if failed:
-        active.abandon()
-        return
-    _finish(frame, active)
-    if items and isinstance(items[-1], Replay):
-        items[-1].stop_if_satisfied()
-
-
-def _finish(frame: Frame, active: Active) -> None:
-    recipe, entry = frame.recipe, frame.entry
-    assert entry is not None
-    entry.finish(recipe)
-    if frame.store is not None:
-        frame.store.seal()
-    frame.is_closed = True
-    if active.first is not None:
-        return
-    if frame.hooks is not None:
-        frame.hooks.seal()
-    if not recipe.num_recomputes and recipe.num_calls <= MAX_NOTED_CALLS and frame.parent is None:
-        recipe.note(entry, frame.store)
-    frame.constants = ()
-    if not frame.holders and not frame.children:
-        frame.release()
-    elif frame.parent is not None:
-        frame.changed = entry.modules.changed if entry.modules is not None else set()
-        frame.entry = frame.store = frame.fn = None
+    first: Frame
+    frame: Frame
+    was_ready: bool
+    run: int = 0
 
 
 class Replay:
     """The region running again in backward."""
 
     __slots__ = (
-        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_last", "_mode", "_repeats", "_swap",
+        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_last", "_mode", "_open", "_outputs",
+        "_repeats", "_run", "_swap",
     )  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._index = 0
         self._child = 0
+        self._open: dict[Recipe, Repeat] = {}
         alive = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         self._last = alive[-1] if alive else -1
-        self._children_left = len(frame.waiting_children(with_entry=False))
+        self._children_left = len(frame.waiting_children(ready=False))
         self._error: Exception | None = None
-        self._mode: Player | None = None
+        table, store = frame.recipe.table, frame.store
+        self._mode = Player(table, store, frame.recipe.name) if table is not None and store is not None else None
+        self._outputs: dict[int, list[torch.Tensor]] = {}
         self._repeats: Repeats | None = None
         self._swap: Swap | None = None
         self._base = 0
+        self._run = 0
 
     def close(self) -> None:
         """Pop hooks and mode."""
@@ -339,49 +246,82 @@ class Replay:
         compat.pop_hooks()
 
     def run(self) -> None:
-        """Run it, up to the last saved tensor."""
+        """Run its calls, up to the last saved tensor."""
         frame = self._frame
-        recipe, entry = frame.recipe, frame.entry
-        assert entry is not None
-        entry.check(recipe)
-        recipe.num_recomputes += 1
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(flags_set(entry.flags))
-            if entry.random:
-                stack.enter_context(random_set(entry.random))
-            if entry.modules is not None and recipe.watch is not None:
-                stack.enter_context(recipe.watch.restored(entry.modules, keep=not frame.is_closed))
-            stack.enter_context(tensor_hooks_kept(entry.outside_tensors()))
-            if recipe.counters:
-                stack.enter_context(counting_from(recipe.counters, entry.counts))
-            tighten(entry.loose, recipe.name, recipe.learned.hold_all)
-            self._execute(entry)
-        if self._error is not None:
-            raise self._error
-        self._check_complete()
-
-    def _execute(self, entry: Entry) -> None:
-        frame, items = self._frame, _STACK.items
-        fn = frame.fn
-        assert fn is not None
-        self._base = len(items)
-        compat.push_hooks(self.pack, _identity)
-        if frame.recipe.table is not None and frame.store is not None:
-            self._mode = Player(frame.recipe.table, frame.store, frame.recipe.name)
-            compat.push_dispatch_mode(self._mode)
-        if hooked := hook_dicts(frame.recipe.hook_dicts()):
-            self._repeats = Repeats(frame.hooks, self._mode, self.stop_if_satisfied)
-            self._swap = self._repeats.stand_in_for(hooked, _end_call)
-        items.append(self)
+        for run in frame.runs:
+            assert run.entry is not None
+            run.entry.check(frame.recipe)
+        frame.recipe.num_recomputes += 1
+        wanted = self._wanted_until()
         try:
-            args = compat.wrap_as_backward_hooks_do(entry.args) if frame.wraps_inputs else entry.args
-            fn(*args, **entry.kwargs)
+            for index, run in enumerate(frame.runs):
+                self._run = index
+                with self._as_in_forward(run):
+                    output = self._execute(run)
+                if index in wanted:
+                    self._outputs[index] = list(tensors_in(output))
+                del output
+                for done in [i for i in self._outputs if wanted[i] == index]:
+                    del self._outputs[done]
         except StopRecompute as stop:
             if stop.args[0] is not self:
                 raise
         finally:
-            unwind(self._base)
+            self._outputs.clear()
             self._count()
+        if self._error is not None:
+            raise self._error
+        self._check_complete()
+
+    def _wanted_until(self) -> dict[int, int]:
+        """For each run whose outputs link to a later one: the last such run."""
+        wanted: dict[int, int] = {}
+        for index, run in enumerate(self._frame.runs):
+            assert run.entry is not None
+            if self._frame.returned is not None:
+                wanted.update({link.run: index for link in run.entry.links()})
+        return wanted
+
+    @contextlib.contextmanager
+    def _as_in_forward(self, run: Run) -> Iterator[None]:
+        """Everything around the program as it was when the call started in forward."""
+        entry, recipe = run.entry, self._frame.recipe
+        assert entry is not None
+        keep = not self._frame.is_closed or bool(self._frame.children)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(flags_set(entry.flags))
+            if entry.random:
+                stack.enter_context(random_set(entry.random))
+            if entry.modules is not None and entry.part.watch is not None:
+                stack.enter_context(entry.part.watch.restored(entry.modules, keep=keep))
+            stack.enter_context(tensor_hooks_kept(entry.outside_tensors()))
+            if entry.part.counters:
+                stack.enter_context(counting_from(entry.part.counters, entry.counts))
+            tighten(entry.loose, recipe.name, recipe.learned.hold_all)
+            yield
+
+    def _execute(self, run: Run) -> Any:
+        items, entry = STACK.items, run.entry
+        assert run.fn is not None
+        assert entry is not None
+        args, kwargs = entry.args, entry.kwargs
+        if self._outputs:
+            args = tuple([relinked(arg, self._outputs) for arg in args])
+            kwargs = {key: relinked(arg, self._outputs) for key, arg in kwargs.items()}
+        self._base = len(items)
+        compat.push_hooks(self.pack, _identity)
+        if self._mode is not None:
+            compat.push_dispatch_mode(self._mode)
+        if hooked := hook_dicts(entry.part.hook_dicts(with_own=self._frame.recipe.runs_own_hooks)):
+            self._repeats = self._repeats or Repeats(self._frame.hooks, self._mode, self.stop_if_satisfied)
+            self._swap = self._repeats.stand_in_for(hooked, end_call)
+        items.append(self)
+        try:
+            if run.wraps_inputs:
+                args = compat.wrap_as_backward_hooks_do(args)
+            return run.fn(*args, **kwargs)
+        finally:
+            unwind(self._base)
 
     def _count(self) -> None:
         mode, recipe = self._mode, self._frame.recipe
@@ -453,12 +393,34 @@ class Replay:
         """Whether regions inside this one are part of it."""
         return self._frame.is_inline
 
-    def next_child(self, recipe: Recipe) -> Frame | None:
-        """A region inside this one starts: its execution in forward, if that one is yet to be recomputed."""
+    def next_child(self, recipe: Recipe, part: int) -> Repeat | None:
+        """A call of a region inside this one starts: the execution that repeats it, if it is yet to be recomputed."""
+        if self._frame.is_inline:
+            return None
+        repeat = self._open.get(recipe) if part else None
+        if repeat is not None:
+            repeat.run += 1
+            if repeat.run >= len(repeat.first.runs) or repeat.first.runs[repeat.run].part != part:
+                self._refuse(f"{recipe.name} runs other calls in recompute than in forward. Take it out of the plan.")
+        else:
+            first = self._first_call(recipe, part)
+            if first is None:
+                return None
+            repeat = self._open[recipe] = Repeat(first, Frame(recipe, None), was_ready=first.is_ready)
+        repeat.frame.runs.append(Run(part, None))
+        if repeat.first.shares_entries and repeat.run == 0 and not repeat.was_ready:
+            self._hand_down(repeat.first)
+        # What it needs is complete once its last call has started; what it stores, once that has ended.
+        is_known = repeat.first.shares_entries and recipe.table is None
+        if repeat.run == (0 if is_known else len(repeat.first.runs) - 1):
+            self._children_left -= not repeat.was_ready
+        return repeat
+
+    def _first_call(self, recipe: Recipe, part: int) -> Frame | None:
+        """The execution in forward of which the first call starts again now."""
         frame, index = self._frame, self._child
         self._child = index + 1
-        if frame.is_inline:
-            return None
+        self._open.pop(recipe, None)
         if index >= len(frame.children):
             if not frame.is_closed:
                 return None
@@ -466,10 +428,19 @@ class Replay:
         child = frame.children[index]()
         if child is None or child.is_done or not child.is_closed:
             return None
-        if child.recipe.name != recipe.name:
+        if child.recipe.name != recipe.name or child.runs[0].part != part:
             self._refuse(f"{recipe.name} runs where {child.recipe.name} ran in forward. Its forward took another path.")
-        self._children_left -= child.entry is None
         return child
+
+    def _hand_down(self, child: Frame) -> None:
+        """Give a region of some of this one's calls what it needs to run on its own."""
+        runs = {run.source: index for index, run in enumerate(child.runs) if run.source is not None}
+        for run in child.runs:
+            assert run.source is not None
+            entry = self._frame.runs[run.source].entry
+            assert entry is not None
+            tighten(entry.loose, self._frame.recipe.name, self._frame.recipe.learned.hold_all)
+            run.entry = entry.inside(runs, self._outputs)
 
     def _check_complete(self) -> None:
         frame = self._frame
@@ -494,8 +465,3 @@ class Replay:
 
 def _identity(tensor: Any) -> Any:
     return tensor
-
-
-def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd calls in an inner region that is not recomputed, while the outer one is."""
-    return tensor if tensor.is_leaf else tensor.detach()

@@ -14,6 +14,7 @@ that are replaced by DTensors, or DTensors that are replaced, are left to FSDP, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,20 @@ class ModuleState:
     changed: set[Slot] = field(default_factory=set)
     copier: Copier | None = None
     dicts: list[dict[str, Any]] = field(default_factory=list)
+
+    def again(self) -> ModuleState:
+        """The same state for one more recompute, which may change the container attributes that it is given."""
+        if self.copier is None:
+            return self
+        copier = Copier()
+        attributes = [
+            {
+                name: copier.copy(value, name) if type(value) in CONTAINERS and name not in _BASE_ATTRIBUTES else value
+                for name, value in module.items()
+            }
+            for module in self.attributes
+        ]
+        return dataclasses.replace(self, attributes=attributes, copier=copier)
 
 
 class ModuleWatch:
@@ -253,7 +268,7 @@ class ModuleWatch:
         found = [d.copy() for d in dicts]
         groups = [(d["_parameters"], d["_parameters"].copy()) for d in dicts if d["_parameters"]]
         groups += [(d["_buffers"], d["_buffers"].copy()) for d in dicts if d["_buffers"]]
-        for d, wanted in zip(dicts, state.attributes, strict=True):
+        for d, wanted in zip(dicts, state.again().attributes if keep else state.attributes, strict=True):
             _make(d, wanted)
         for i, wanted in state.parameters:
             if not _are_resharded(dicts[i]["_parameters"], wanted):

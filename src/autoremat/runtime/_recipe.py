@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from autoremat.runtime._ambient import (
     read_other_random,
     read_torch_random,
 )
+from autoremat.runtime._links import Link, Returned, links_in, shifted
 from autoremat.runtime._module_state import ModuleState, ModuleWatch, version_of
 from autoremat.runtime._other_random import fingerprint
 from autoremat.runtime._selective import OpTable, Store, Stored
@@ -70,17 +72,37 @@ def counting_from(counters: list[CallCounter], counts: list[int]) -> Iterator[No
             counter.write_count(count)
 
 
+class Part:
+    """One module call of a region.
+
+    Attributes:
+        path: Module path, "" for a function.
+        watch: State of its module, None for a function that reaches none.
+        counters: Call counters of regions inside it that are for single calls.
+    """
+
+    __slots__ = ("counters", "path", "watch")
+
+    def __init__(self, path: str, watch: ModuleWatch | None) -> None:
+        self.path = path
+        self.watch = watch
+        self.counters: list[CallCounter] = []
+
+    def hook_dicts(self, *, with_own: bool) -> list[dict[int, Any]]:
+        """The hooks of modules inside the call, with or without those of its own module."""
+        return self.watch.hook_dicts(with_roots=with_own) if self.watch is not None else []
+
+
 class Recipe:
     """What all executions of a region have in common.
 
     Attributes:
         name: For messages, ``"Region 'transformer.h.3' (GPT2Block)"``.
-        watch: State of its modules.
+        parts: Its module calls: one, or those of a span.
         table: Planned op calls, None for a region that stores and skips none.
         check: Whether recomputed values are compared: "first", "always" or "never".
         preserve_rng_state: Whether recompute draws the random numbers that forward drew.
         early_stop: Whether recompute stops once the last saved tensor is back.
-        counters: Call counters of regions inside this one that are for single calls.
         runs_own_hooks: Whether hooks of the watched modules themselves are inside the region, as those below are.
         compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
         error: Makes what to raise if recompute comes out differently, from a message.
@@ -94,15 +116,15 @@ class Recipe:
     """
 
     __slots__ = (
-        "check", "compares_shapes", "counters", "early_stop", "error", "held", "learned", "matched", "name",
-        "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "preserve_rng_state",
-        "runs_own_hooks", "table", "watch",
+        "__weakref__", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched", "name",
+        "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "parts",
+        "preserve_rng_state", "runs_own_hooks", "table",
     )  # fmt: skip
 
     def __init__(
         self,
         name: str,
-        watch: ModuleWatch | None,
+        parts: list[Part],
         table: OpTable | None = None,
         *,
         check: str = "first",
@@ -111,14 +133,13 @@ class Recipe:
         learned: Learned | None = None,
     ) -> None:
         self.name = name
-        self.watch = watch
+        self.parts = parts
         self.table = table
         self.check = check
         self.preserve_rng_state = preserve_rng_state
         self.early_stop = early_stop
         self.compares_shapes = True
         self.runs_own_hooks = False
-        self.counters: list[CallCounter] = []
         self.error: Callable[[str], RecomputeError] = RecomputeError
         self.learned = learned if learned is not None else Learned()
         self.reset_counts()
@@ -130,18 +151,22 @@ class Recipe:
         self.held: list[tuple[int, int, str]] = []
         self.matched: set[tuple[int, int]] = set()
 
-    def hook_dicts(self) -> list[dict[int, Any]]:
-        """The module hooks inside the region."""
-        return self.watch.hook_dicts(with_roots=self.runs_own_hooks) if self.watch is not None else []
-
-    def note(self, entry: Entry, store: Store | None) -> None:
+    def note(self, runs: Sequence[Run], store: Store | None) -> None:
         """Note what an execution holds, for `explain`."""
-        self.held += [
-            (id(state), state.nbytes, "random state") for *_, state in entry.random if hasattr(state, "nbytes")
-        ]
-        tensors = [(name, tensor) for name, tensor in entry.copier.tensors if not isinstance(tensor, nn.Parameter)]
-        if entry.modules is not None and self.watch is not None:
-            tensors += [(f"{self.watch.label(slot)} from before", t) for slot, t in entry.modules.before.items()]
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for position, run in enumerate(runs):
+            entry, part = run.entry, self.parts[run.part]
+            if entry is None:
+                continue
+            where = f" of {part.path}" if position else ""
+            self.held += [
+                (id(state), state.nbytes, f"random state{where}")
+                for *_, state in entry.random
+                if hasattr(state, "nbytes")
+            ]
+            tensors += [(f"{name}{where}", t) for name, t in entry.copier.tensors if not isinstance(t, nn.Parameter)]
+            if entry.modules is not None and part.watch is not None:
+                tensors += [(f"{part.watch.label(slot)} from before", t) for slot, t in entry.modules.before.items()]
         if store is not None and self.table is not None:
             self.matched.update(store.records)
             names = {operator.slot: operator.name for operator in self.table.values() if operator is not None}
@@ -151,6 +176,28 @@ class Recipe:
             if tensor.layout == torch.strided and not has_no_data(tensor):
                 storage = tensor.untyped_storage()
                 self.held.append((storage._cdata, storage.nbytes(), name))
+
+
+class Run:
+    """One call of a region, executed once.
+
+    Attributes:
+        part: Index into `Recipe.parts`.
+        fn: What recompute calls.
+        entry: What forward saw when it started; None while a region around this one has to run it again first.
+        source: Index of the same call among the executions of the region around this one; None if it is not one of
+            that region's own calls.
+        wraps_inputs: Whether backward hooks of its module run an op on the arguments that counts as its first.
+    """
+
+    __slots__ = ("entry", "fn", "part", "source", "wraps_inputs")
+
+    def __init__(self, part: int, fn: Callable[..., Any] | None, source: int | None = None) -> None:
+        self.part = part
+        self.fn = fn
+        self.entry: Entry | None = None
+        self.source = source
+        self.wraps_inputs = False
 
 
 class Entry:
@@ -166,23 +213,38 @@ class Entry:
         "kwargs",
         "loose",
         "modules",
+        "part",
         "random",
         "versions",
     )
 
-    def __init__(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        part: Part,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: Returned | None = None,
+        *,
+        draws: bool = True,
+    ) -> None:
+        self.part = part
         self.copier = copier = Copier()
-        self.args = tuple([copier.copy(arg, f"argument {i}") for i, arg in enumerate(args)])
-        self.kwargs = {key: copier.copy(arg, f"argument {key!r}") for key, arg in kwargs.items()}
+        if returned is None:
+            self.args = tuple([copier.copy(arg, f"argument {i}") for i, arg in enumerate(args)])
+            self.kwargs = {key: copier.copy(arg, f"argument {key!r}") for key, arg in kwargs.items()}
+        else:
+            self.args = tuple([returned.link_or_copy(arg, f"argument {i}", copier) for i, arg in enumerate(args)])
+            self.kwargs = {key: returned.link_or_copy(a, f"argument {key!r}", copier) for key, a in kwargs.items()}
         self.versions = [version_of(tensor) for _, tensor in copier.tensors]
         self.flags: Flags = read_flags()
-        self.modules: ModuleState | None = recipe.watch.read() if recipe.watch is not None else None
+        self.modules: ModuleState | None = part.watch.read() if part.watch is not None else None
         self.random: RandomStates = []
         self.loose: list[Any] = []
-        self.counts = [counter.read_count() for counter in recipe.counters]
+        self.counts = [counter.read_count() for counter in part.counters]
         self.flaw = ""
         self.fingerprint = fingerprint() if recipe.learned.other_random is False else None
-        if recipe.preserve_rng_state:
+        if recipe.preserve_rng_state and draws:
             placed = self.modules.fixed[:1] if self.modules is not None else []
             self.random = read_torch_random([tensor for _, tensor in copier.tensors] + placed)
             if recipe.learned.other_random is not False:
@@ -209,8 +271,8 @@ class Entry:
                 "forward drew from Python's or NumPy's random numbers for the first time, so that their state from "
                 "before is not known. Run the step again: from now on it is stored."
             )
-        if self.modules is not None and recipe.watch is not None:
-            recipe.watch.finish(self.modules)
+        if self.modules is not None and self.part.watch is not None:
+            self.part.watch.finish(self.modules)
         if self.copier.parts:
             self._loosen(hold_all=recipe.learned.holds_all)
 
@@ -234,5 +296,32 @@ class Entry:
                     f"started (version {version}, now {version_of(tensor)}); recompute would use the new value. "
                     "Write the operation out of place, or take the region out of the plan."
                 )
-        if self.modules is not None and recipe.watch is not None:
-            recipe.watch.check(self.modules, recipe.name)
+        if self.modules is not None and self.part.watch is not None:
+            self.part.watch.check(self.modules, recipe.name)
+
+    def links(self) -> Iterator[Link]:
+        """Its arguments that earlier calls of the span returned."""
+        return links_in((*self.args, *self.kwargs.values()))
+
+    def inside(self, runs: dict[int, int], outputs: dict[int, list[torch.Tensor]]) -> Entry:
+        """What a region sees that consists of some of the calls of a span: the same, but for what links the calls.
+
+        Args:
+            runs: Executions of the inner region, by those of the outer one.
+            outputs: What the outer one's executions have returned this time.
+        """
+        entry = copy.copy(self)
+        known = {
+            id(tensor): (name, version)
+            for (name, tensor), version in zip(self.copier.tensors, self.versions, strict=True)
+        }
+        entry.copier = copier = Copier()
+        entry.args = tuple([copier.copy(shifted(arg, runs, outputs), "an argument") for arg in self.args])
+        entry.kwargs = {
+            key: copier.copy(shifted(a, runs, outputs), f"argument {key!r}") for key, a in self.kwargs.items()
+        }
+        entry.versions = [known.get(id(tensor), ("", version_of(tensor)))[1] for _, tensor in copier.tensors]
+        copier.forget_originals()
+        if self.modules is not None:
+            entry.modules = self.modules.again()
+        return entry

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoremat._replay import Replay, random_states, replay
+from autoremat._replay import RegionSpec, Replay, random_states, replay
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._program import RESOLUTION, Program
 from autoremat.solve._units import Inner, Unit, build_units
@@ -69,9 +69,9 @@ def enumerate_options(
     options: dict[frozenset[int], Option] = {}
     points = min(max_points, max(_MIN_POINTS, max_points * _MANY_UNITS // max(1, len(units))))
     for stored in _sweep(units, points):
-        kept = _prune(facts, replay(facts.graph, inner.call, stored, saved), stored)
+        kept = _prune(facts, replay(facts.graph, RegionSpec(inner.call, stored), saved), stored)
         if kept not in options:
-            work = replay(facts.graph, inner.call, kept, saved)
+            work = replay(facts.graph, RegionSpec(inner.call, kept), saved)
             around = 0.0 if region_cost is None else region_cost(inner.call, work)
             options[kept] = _price(facts, inner, kept, work, op_cost, around)
     return _undominated(list(options.values()))
@@ -104,7 +104,7 @@ def _price(
 ) -> Option:
     graph = facts.graph
     span = graph.calls[inner.call]
-    held_states, passing_states = random_states(graph, inner.call, work)
+    held_states, passing_states = random_states(graph, span, work)
     rng_bytes = graph.rng_state_bytes * held_states
     dropped = [s for s in inner.needed if s not in kept]
     extra = [s for s in kept if facts.deaths[s] < inner.at]

@@ -1,0 +1,378 @@
+"""A plan written out as a schedule: who keeps which storage alive, and until when.
+
+A storage of a region lives more than once. Its *generation* says who made it: 0 is forward's, ``d + 1`` comes from the
+recompute of the region at depth ``d`` around its op. A region inside another holds nothing in the first forward; the
+recompute of the outer one runs it again, and from then on it holds its arguments and stored outputs as any region.
+
+Order of what falls between two ops: storages that die, then recomputes that the next backward op asks for, outer
+regions first, each followed by what it let go of.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoremat._replay import (
+    Extent,
+    RegionSpec,
+    Replay,
+    held_inputs,
+    is_from_argument,
+    linked,
+    random_states,
+    replay,
+    saved_in,
+)
+from autoremat._schedule import Action, Event, Schedule
+from autoremat._step_graph import ModuleCall, Op, SavedTensor, StepGraph
+
+_RUN = {"forward": Action.FORWARD, "backward": Action.BACKWARD, "optimizer": Action.OPTIMIZER}
+_Moment = tuple[int, int]
+"""A clock, and a place among what falls between two ops there."""
+_Life = tuple[int, int]
+"""A storage and its generation."""
+_FIRST, _LAST = 0, 1 << 60
+
+
+@dataclass(slots=True)
+class _Region:
+    """One region of the step, worked out."""
+
+    spec: RegionSpec
+    ancestors: tuple[_Region, ...]
+    """Regions around it, outermost first."""
+    extent: Extent
+    work: Replay
+    saved: list[SavedTensor]
+    inputs: dict[int, int]
+    """Storages of arguments that it holds."""
+    states: list[tuple[int, int]]
+    """Bytes of random states for each of its calls: until recompute, and until the call ends."""
+    children: list[_Region] = field(default_factory=list)
+    position: int = -1
+    at: int | None = None
+    """Clock of the recompute: the first time backward reads something saved in the region."""
+    end: _Moment = (0, _FIRST)
+    """When it lets go of what it holds."""
+
+    @property
+    def depth(self) -> int:
+        """How many regions are around it."""
+        return len(self.ancestors)
+
+    @property
+    def shares_entry(self) -> bool:
+        """Whether it consists of calls of the region around it, and shares what that one noted when they started."""
+        return bool(self.ancestors) and self.spec.is_part_of(self.ancestors[-1].spec)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its own until its recompute: random states."""
+        return sum(held for held, _ in self.states)
+
+
+_Boundaries = dict[int, list[tuple[_Region, int]]]
+"""By clock: calls of regions that start or end there, as region and position among its calls."""
+
+
+def expand(graph: StepGraph, specs: Iterable[RegionSpec] = ()) -> Schedule:
+    """Write a step with these regions as a schedule.
+
+    Args:
+        graph: The step.
+        specs: Disjoint regions, each with the regions inside it.
+
+    Returns:
+        Every op, drop and recompute in order. Without regions: the plain step.
+    """
+    return _Expansion(graph, specs).schedule()
+
+
+class _Expansion:
+    """Works out when each storage dies, then writes the events clock by clock."""
+
+    def __init__(self, graph: StepGraph, specs: Iterable[RegionSpec]) -> None:
+        self.graph = graph
+        tops = [self._region(spec, ()) for spec in sorted(specs, key=self._start)]
+        self.regions = [region for top in tops for region in _with_children(top)]
+        for position, region in enumerate(self.regions):
+            region.position = position
+        self.innermost: dict[int, _Region] = {}
+        for region in self.regions:  # outer regions come first, so that inner ones overwrite them
+            for call in region.spec.calls:
+                self.innermost.update(dict.fromkeys(graph.subtree(call), region))
+        self.recomputes: dict[int, list[_Region]] = defaultdict(list)
+        for region in self.regions:
+            if region.at is not None:
+                self.recomputes[region.at].append(region)
+        for clock, group in self.recomputes.items():
+            group.sort(key=lambda region: region.depth)
+            for rank, region in enumerate(group, start=1):
+                region.end = (clock, rank)
+        self.drops: dict[_Moment, list[_Life]] = defaultdict(list)
+        self.releases: dict[int, list[Event]] = defaultdict(list)
+        """By clock: copies of buffers that autograd lets go of."""
+        self.ends: dict[_Life, _Moment] = {}
+        """When each life, a storage and its generation, ends at the earliest: the last holder found so far."""
+        self._find_holders()
+
+    def _start(self, spec: RegionSpec) -> int:
+        return self.graph.calls[spec.call].start
+
+    def _region(self, spec: RegionSpec, ancestors: tuple[_Region, ...]) -> _Region:
+        graph = self.graph
+        saved = saved_in(graph, *spec.calls)
+        work = replay(graph, spec, saved)
+        states = [random_states(graph, graph.calls[call], work) for call in spec.calls]
+        region = _Region(
+            spec=spec,
+            ancestors=ancestors,
+            extent=Extent(graph, spec.calls),
+            work=work,
+            saved=saved,
+            inputs=held_inputs(graph, spec),
+            states=[(graph.rng_state_bytes * held, graph.rng_state_bytes * passing) for held, passing in states],
+            at=min((s.unpacked for s in saved if s.unpacked is not None), default=None),
+        )
+        gone = max((s.released for s in saved), default=graph.calls[spec.calls[-1]].end)
+        region.end = (gone, _LAST if gone < len(graph.ops) else _FIRST)
+        inner = sorted(spec.children, key=self._start)
+        region.children = [self._region(child, (*ancestors, region)) for child in inner]
+        return region
+
+    # -- who holds what ---------------------------------------------------------------------------------------
+
+    def _find_holders(self) -> None:
+        graph = self.graph
+        last = len(graph.ops)
+        for storage in graph.storages:
+            self._hold((storage.index, 0), (storage.last_ref, _FIRST))
+        for record in graph.saved:
+            region = self.innermost.get(record.call)
+            around = () if region is None else (*region.ancestors, region)
+            self._hold((record.storage, self._seen_in(record.call, record.storage, around)), (record.released, _FIRST))
+        for region in self.regions:
+            if region.saved or not region.ancestors:
+                for s, part in region.inputs.items():
+                    generation = self._seen_in(region.spec.calls[part], s, region.ancestors)
+                    self._hold((s, generation), region.end)
+                for s in region.spec.kept:
+                    self._hold((s, self._made_by(s, region.ancestors)), region.end)
+        for life, moment in self.ends.items():
+            if life[1] == 0 and moment != (last, _FIRST):
+                self.drops[moment].append(life)
+
+    def _hold(self, life: _Life, until: _Moment) -> None:
+        if until > self.ends.get(life, (-1, 0)):
+            self.ends[life] = until
+
+    def _made_by(self, storage: int, regions: Sequence[_Region]) -> int:
+        """Generation of a storage once these nested regions have been recomputed."""
+        born = self.graph.storages[storage].born
+        for region in reversed(regions):
+            if born in region.extent and storage not in region.spec.kept:
+                return region.depth + 1
+        return 0
+
+    def _seen_in(self, call: int, storage: int, regions: Sequence[_Region]) -> int:
+        """Generation of a storage that code in a module call sees when these nested regions have been recomputed."""
+        for depth in range(len(regions), 0, -1):
+            region = regions[depth - 1]
+            if not is_from_argument(region.extent, region.inputs, storage, call):
+                return self._made_by(storage, regions[:depth])
+        return 0
+
+    # -- events -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Schedule:
+        """Write the events."""
+        events: list[Event] = []
+        kept = _keepers(region for region in self.regions if not region.ancestors)
+        opening, closing = self._boundaries(self.regions)
+        num_ops = len(self.graph.ops)
+        for clock in range(num_ops + 1):
+            self._drop(events, (clock, _FIRST))
+            events.extend(self.releases.pop(clock, ()))
+            for rank, region in enumerate(self.recomputes.get(clock, ()), start=1):
+                self._recompute(region, events)
+                self._drop(events, (clock, rank))
+            self._drop(events, (clock, _LAST))
+            for region, part in closing.get(clock, ()):
+                # A region inside another keeps nothing of its first execution.
+                self._end_call(region, part, events, lets_go=bool(region.ancestors))
+            for region, part in opening.get(clock, ()):
+                self._start_call(region, part, events)
+            if clock < num_ops:
+                op = self.graph.ops[clock]
+                events.append(Event(_RUN[op.phase], op=clock))
+                self._save(op, events, kept)
+        return Schedule(events=tuple(events), regions=tuple(region.spec.calls for region in self.regions))
+
+    def _boundaries(self, regions: Iterable[_Region]) -> tuple[_Boundaries, _Boundaries]:
+        """Which calls of regions start and end at a clock."""
+        opening: _Boundaries = defaultdict(list)
+        closing: _Boundaries = defaultdict(list)
+        for region in regions:
+            if region.shares_entry:
+                continue
+            for part, call in enumerate(region.spec.calls):
+                opening[self.graph.calls[call].start].append((region, part))
+                closing[self.graph.calls[call].end].append((region, part))
+        return opening, closing
+
+    def _drop(self, events: list[Event], moment: _Moment) -> None:
+        events.extend(Event(Action.DROP, storage=s, generation=g) for s, g in self.drops.pop(moment, ()))
+
+    def _save(self, op: Op, events: list[Event], kept: dict[int, list[int]]) -> None:
+        for storage in dict.fromkeys(op.outputs):
+            if storage in kept and self.graph.storages[storage].born == op.index:
+                events.extend(Event(Action.SAVE, storage=storage, region=region) for region in kept[storage])
+
+    @staticmethod
+    def _start_call(region: _Region, part: int, events: list[Event], *, finishes: bool = True) -> None:
+        """A call of a region starts: it notes the random state; if it finishes, it needs one more to compare."""
+        held, passing = region.states[part]
+        if num_bytes := held + passing if finishes else held:
+            events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
+
+    @staticmethod
+    def _end_call(region: _Region, part: int, events: list[Event], *, lets_go: bool = False) -> None:
+        held, passing = region.states[part]
+        num_bytes = held + passing if lets_go else passing
+        if num_bytes:
+            events.append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
+
+    def _recompute(self, region: _Region, events: list[Event]) -> None:
+        rerun = _Rerun(self, region, events)
+        rerun.run()
+        if num_bytes := rerun.kept_bytes + region.held_bytes:
+            events.append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
+        for child in region.children:
+            if child.shares_entry and child.saved and child.held_bytes:
+                events.append(Event(Action.HOLD, region=child.position, num_bytes=child.held_bytes))
+
+
+class _Rerun:
+    """Runs a region again: transients die as in forward, what somebody holds stays until it is let go of."""
+
+    def __init__(self, expansion: _Expansion, region: _Region, events: list[Event]) -> None:
+        self.expansion = expansion
+        self.graph = expansion.graph
+        self.region = region
+        self.events = events
+        self.runs = frozenset(region.work.ops)
+        children = [child for child in region.children if child.saved]
+        self.kept = _keepers(children)
+        self.opening, self.closing = expansion._boundaries(children)
+        self.dying: dict[int, list[int]] = defaultdict(list)
+        self.linked_until = _linked_until(self.graph, region.spec)
+        self.kept_bytes = 0
+        """Numbers that the graph which recompute builds keeps, as forward's does, until recompute ends."""
+
+    def run(self) -> None:
+        """Write its events."""
+        calls = [self.graph.calls[call] for call in self.region.spec.calls]
+        stop = self.region.work.stop
+        for part, call in enumerate(calls):
+            if part and call.start >= stop and call.start not in self.opening:
+                break
+            held = self.region.states[part][0]
+            own = self.graph.rng_state_bytes if held else 0  # what the random state is outside, put back afterwards
+            self._hold(Action.HOLD, own)
+            copied = self._copy_buffers(call)
+            for clock in range(call.start, min(call.end, stop) + 1):
+                self._let_go([c for c in self.dying if c <= clock] if clock == call.start else [clock])
+                self._cross(clock, call.end)
+                if clock < min(call.end, stop):
+                    self._run_op(clock, call.end)
+            self._hold(Action.RELEASE, own + copied)
+            if call.end > stop:
+                break
+        self._let_go(list(self.dying))
+
+    def _hold(self, action: Action, num_bytes: int) -> None:
+        if num_bytes:
+            self.events.append(Event(action, region=self.region.position, num_bytes=num_bytes))
+
+    def _copy_buffers(self, call: ModuleCall) -> int:
+        """Recompute runs on copies of the buffers that it changes; autograd keeps those that it saved there.
+
+        Returns:
+            Bytes of the others: they go when the call ends.
+        """
+        graph, region = self.graph, self.region
+        changed = {s for op in graph.ops[call.start : call.end] for s in op.mutates}
+        passing = 0
+        for s in sorted(s for s in changed if graph.storages[s].cause == "buffer"):
+            num_bytes = graph.storages[s].num_bytes
+            self._hold(Action.HOLD, num_bytes)
+            until = max((r.released for r in region.saved if r.storage == s), default=None)
+            if until is None or until <= (region.at or 0):
+                passing += num_bytes
+            else:
+                self.expansion.releases[until].append(
+                    Event(Action.RELEASE, region=region.position, num_bytes=num_bytes)
+                )
+        return passing
+
+    def _cross(self, clock: int, end: int) -> None:
+        """Calls of inner regions that end and start here."""
+        for child, part in self.closing.get(clock, ()):
+            if child.states[part][0]:
+                self.expansion._end_call(child, part, self.events)
+        if clock == end:
+            return
+        for child, part in self.opening.get(clock, ()):
+            if child.states[part][0]:  # one that draws nothing is known by now
+                finishes = self.graph.calls[child.spec.calls[part]].end <= self.region.work.stop
+                self.expansion._start_call(child, part, self.events, finishes=finishes)
+
+    def _run_op(self, index: int, end: int) -> None:
+        op = self.graph.ops[index]
+        if index in self.runs:
+            self.events.append(Event(Action.RECOMPUTE, op=index, region=self.region.position))
+            kept_bytes = max(0, op.kept_bytes)
+            self._hold(Action.HOLD, kept_bytes)
+            self.kept_bytes += kept_bytes
+            for s in dict.fromkeys(op.outputs):
+                if self.graph.storages[s].born == index and s not in self.region.spec.kept:
+                    self._place(s, end)
+        self.expansion._save(op, self.events, self.kept)
+
+    def _place(self, storage: int, end: int) -> None:
+        """Say when a storage that is alive again dies."""
+        generation = self.region.depth + 1
+        until = self.expansion.ends.get((storage, generation))
+        if until is not None:
+            self.expansion.drops[max(until, self.region.end)].append((storage, generation))
+        else:
+            last_use = min(self.graph.storages[storage].last_ref, max(end, self.linked_until.get(storage, 0)))
+            self.dying[last_use].append(storage)
+
+    def _let_go(self, clocks: list[int]) -> None:
+        for clock in clocks:
+            self.events.extend(
+                Event(Action.DROP, storage=s, generation=self.region.depth + 1) for s in self.dying.pop(clock, ())
+            )
+
+
+def _keepers(regions: Iterable[_Region]) -> dict[int, list[int]]:
+    """Which regions store a storage."""
+    kept: dict[int, list[int]] = defaultdict(list)
+    for region in regions:
+        for s in region.spec.kept:
+            kept[s].append(region.position)
+    return kept
+
+
+def _linked_until(graph: StepGraph, spec: RegionSpec) -> dict[int, int]:
+    """Clock at which the last call of a span that gets a storage from an earlier one ends."""
+    return {s: graph.calls[call].end for call, links in linked(graph, spec).items() for s in links} if spec.then else {}
+
+
+def _with_children(region: _Region) -> Iterator[_Region]:
+    yield region
+    for child in region.children:
+        yield from _with_children(child)

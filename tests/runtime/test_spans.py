@@ -1,0 +1,358 @@
+"""Spans of sibling calls and nested regions: same numbers as plain, and the bytes that the ledger predicts."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import autoremat as ar
+from autoremat._errors import PlanError, RecomputeError
+from autoremat._ledger import expand, peak_bytes
+from autoremat._measure import record_memory
+from autoremat._plan import CallName, Plan, Region
+from autoremat._regions import describe_all, resolve
+from autoremat._replay import Extent
+from autoremat.runtime import apply
+from chains import Block, Chain, nested, span, uniform
+from comparing import assert_same, train
+from reference import is_legal
+
+BATCH = (torch.ones(2, 4, 16),)
+LINKS = ["same", "tuple", "view", "glue"]
+
+
+def assert_equal_to_plain(model, batch, plan, loss=lambda out: out, steps=2):
+    model.train()
+    plain = train(copy.deepcopy(model), batch, loss, steps=steps)
+    planned_model = copy.deepcopy(model)
+    with apply(planned_model, plan, check="always") as applied:
+        planned = train(planned_model, batch, loss, steps=steps)
+        executed = applied.executed
+    assert_same(plain, planned)
+    return executed
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(
+    "regions", [uniform(8, 3), uniform(8, 8), nested(0, 7, 2), nested(0, 7, 2, whole=True), nested(0, 7, 3)]
+)
+def test_gradients_are_those_of_plain(link, regions):
+    executed = assert_equal_to_plain(Chain(8, dropout=0.2, link=link), BATCH, Plan(regions))
+    assert all(region.num_calls == region.num_recomputes == 2 for region in executed)
+
+
+def random_regions(choose, first, last, depth):
+    found, at = [], first
+    while at <= last:
+        size = choose.randint(1, last - at + 1)
+        if choose.random() < 0.7:
+            inner = random_regions(choose, at, at + size - 1, depth - 1) if depth else []
+            found.append(span(at, at + size - 1, [r for r in inner if len(r.calls) < size]))
+        at += size
+    return found
+
+
+def with_random_saves(choose, graph, spec):
+    """The same region with a few stored outputs, here and in the regions inside it."""
+    born = [s.index for s in graph.storages if s.born in Extent(graph, spec.calls)]
+    kept = frozenset(choose.sample(born, choose.randint(0, min(3, len(born)))))
+    children = tuple(with_random_saves(choose, graph, child) for child in spec.children)
+    return type(spec)(spec.call, kept, spec.then, children)
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_random_nests_with_stored_outputs(number):
+    choose = random.Random(number)
+    model = Chain(6, dropout=0.2, link=choose.choice(LINKS))
+    graph = ar.trace(model, BATCH, optimizer=None)
+    hand = resolve(graph, Plan(tuple(random_regions(choose, 0, 5, 2))))
+    specs = [with_random_saves(choose, graph, spec) for spec in hand]
+    if not is_legal(graph, specs):
+        specs = hand
+    assert_equal_to_plain(model, BATCH, Plan(describe_all(graph, specs)))
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+def wide_chain(num_blocks, dropout=0.0):
+    """Activations outweigh parameters, so that the peak is that of activations."""
+    return Chain(num_blocks, width=8, dropout=dropout), (torch.ones(2, 256, 8),)
+
+
+def measured_and_predicted(num_blocks, regions, dropout=0.0):
+    model, batch = wide_chain(num_blocks, dropout)
+    plan = Plan(regions)
+    predicted = ar.profile(ar.trace(model, batch, optimizer=None), plan).peak_bytes
+    measured = ar.measure(model, batch, plan, optimizer=None, num_steps=1).planned.peak_bytes
+    return measured, predicted
+
+
+@pytest.mark.parametrize(
+    "regions",
+    [uniform(64, 8), nested(0, 63, 2), nested(0, 63, 4), nested(0, 63, 2, whole=True)],
+    ids=["[8]", "[2]x6", "[4]x3", "[1][2]x6"],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_64_layers_peak_where_the_ledger_says(regions, dropout):
+    measured, predicted = measured_and_predicted(64, regions, dropout)
+    assert measured == predicted
+
+
+def levels(first, last, arities):
+    """Spans cut by one arity a level; the innermost pieces are spans without regions inside them."""
+    if not arities:
+        return ()
+    size = (last - first + 1) // arities[0]
+    return tuple(span(a, a + size - 1, levels(a, a + size - 1, arities[1:])) for a in range(first, last + 1, size))
+
+
+@pytest.mark.parametrize("arities", [[8], [4, 4], [2, 2, 2, 2, 2]])
+def test_the_classic_levels_peak_where_the_ledger_says(arities):
+    measured, predicted = measured_and_predicted(64, levels(0, 63, arities))
+    assert measured == predicted
+
+
+def predicted_units(graph, regions):
+    """Peak above the plain step's static bytes, in outputs of a block."""
+    static = sum(s.num_bytes for s in graph.storages if s.born == -1)
+    specs = resolve(graph, Plan(regions))
+    return (peak_bytes(graph, expand(graph, specs)) - static) / (2 * 256 * 8 * 4)
+
+
+def assert_growth(sizes):
+    deep, flat = [], []
+    for n in sizes:
+        model, batch = wide_chain(n)
+        graph = ar.trace(model, batch, optimizer=None, gradients="kept")
+        deep.append(predicted_units(graph, nested(0, n - 1, 2)))
+        flat.append(predicted_units(graph, uniform(n, int(n**0.5))))
+    added = [b - a for a, b in itertools.pairwise(deep)]
+    assert max(added) <= 2.5, "four times the layers: two outputs more, one for each level"
+    grown = [b / a for a, b in itertools.pairwise(flat)]
+    assert all(1.6 < factor < 2.2 for factor in grown), "four times the layers: twice the outputs"
+
+
+def test_recursive_nesting_grows_with_the_logarithm_and_flat_spans_with_the_root():
+    assert_growth([16, 64, 256])
+
+
+@pytest.mark.slow
+def test_memory_of_1024_layers_grows_as_that_of_64():
+    assert_growth([16, 64, 256, 1024])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [16, 256, 1024])
+def test_long_recursive_chains_peak_where_the_ledger_says(num_blocks):
+    measured, predicted = measured_and_predicted(num_blocks, nested(0, num_blocks - 1, 2))
+    assert measured == predicted
+    measured, predicted = measured_and_predicted(num_blocks, uniform(num_blocks, int(num_blocks**0.5)))
+    assert measured == predicted
+
+
+# -- forwards that are not ours -----------------------------------------------------------------------------------
+
+
+class Dropping(Chain):
+    """Leaves out some layers at random, as LayerDrop does."""
+
+    def forward(self, x):
+        for block in self.h:
+            if torch.rand(()) < 0.6:
+                x = block(x)
+        return x.sum()
+
+
+def test_layers_left_out_at_random():
+    for regions in (uniform(8, 4), nested(0, 7, 2)):
+        assert_equal_to_plain(Dropping(8), BATCH, Plan(regions), steps=6)
+
+
+class Looping(nn.Module):
+    """The same two blocks, called over and over (ALBERT, universal transformers)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(16, 0.1), Block(16, 0.1)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.b(self.a(x))
+        return x.sum()
+
+
+def test_shared_blocks_called_in_a_loop():
+    by_call = Region("a", 0, then=(CallName("b", 0), CallName("a", 1), CallName("b", 1)), children=(Region("a", 1),))
+    for region in (Region("a", then=(CallName("b"),)), by_call):
+        executed = assert_equal_to_plain(Looping(), BATCH, Plan((region,)))
+        assert all(r.num_calls == r.num_recomputes for r in executed)
+    graph = ar.trace(Looping(), BATCH, optimizer=None)
+    assert describe_all(graph, resolve(graph, Plan((by_call,)))) == (by_call,)
+    assert len(resolve(graph, Plan((Region("a", then=(CallName("b"),)),)))) == 3
+
+
+class ChangingBetween(Chain):
+    """Changes what a block returned in place before the next one gets it."""
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+            x.add_(1.0)
+        return x.sum()
+
+
+def test_an_output_changed_in_place_between_calls_is_stored_not_linked():
+    assert_equal_to_plain(ChangingBetween(4), BATCH, Plan(uniform(4, 4)))
+    assert_equal_to_plain(ChangingBetween(4), BATCH, Plan(nested(0, 3, 2, whole=True)))
+
+
+class Marking(Chain):
+    """Asks for gradients of a block's output afterwards, as input-gradient hooks of adapters do."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.h[0](x)
+        x.requires_grad_()
+        for block in self.h[1:]:
+            x = block(x)
+        return x.sum()
+
+
+def test_a_linked_output_that_was_made_to_require_gradients():
+    model = Marking(4)
+    for parameter in model.h[0].parameters():
+        parameter.requires_grad_(False)
+    assert_equal_to_plain(model, BATCH, Plan(uniform(4, 4)))
+
+
+class Collecting(nn.Module):
+    """Appends to a list that it is given, and to one of its own, and has statistics."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.block, self.norm, self.seen = Block(width), nn.BatchNorm1d(width), []
+
+    def forward(self, x, losses):
+        out = self.norm(self.block(x).flatten(0, 1)).view(x.shape)
+        losses.append(out.square().mean() * len(losses))
+        self.seen.append(len(losses))
+        return out * len(losses)
+
+
+class Side(nn.Module):
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.h = nn.ModuleList(Collecting(16) for _ in range(num_blocks))
+
+    def forward(self, x):
+        losses = []
+        for block in self.h:
+            x = block(x, losses)
+        return x.sum() + torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("regions", [uniform(4, 4), nested(0, 3, 2, whole=True), nested(0, 3, 2)])
+def test_lists_and_statistics_are_as_forward_saw_them(regions):
+    model = Side(4)
+    assert_equal_to_plain(model, BATCH, Plan(regions), steps=3)
+    with apply(model, Plan(regions)):
+        model(*BATCH).backward()
+    assert [block.seen for block in model.h] == [[1], [2], [3], [4]]
+    assert model.h[0].norm.num_batches_tracked == 1
+
+
+def test_two_forwards_before_one_backward():
+    model = Chain(8, dropout=0.1)
+    other = (torch.randn(2, 4, 16),)
+    torch.manual_seed(3)
+    (model(*BATCH) + model(*other)).backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    for regions in (uniform(8, 3), nested(0, 7, 2, whole=True)):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with apply(model, Plan(regions)):
+            (model(*BATCH) + model(*other)).backward()
+        assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
+
+
+class Failing(Chain):
+    def forward(self, x):
+        for i, block in enumerate(self.h):
+            try:
+                x = block(x if i != 2 else x[..., :3])
+            except RuntimeError:
+                x = block(x * 2)
+        return x.sum()
+
+
+def test_a_call_that_fails_and_is_made_again():
+    assert_equal_to_plain(Failing(5), BATCH, Plan(uniform(5, 5)))
+    assert_equal_to_plain(Failing(5), BATCH, Plan(nested(0, 4, 2, whole=True)))
+
+
+def test_backward_twice_and_retain_graph():
+    model = Chain(6)
+    loss = model(*BATCH)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    for regions in (uniform(6, 3), nested(0, 5, 2, whole=True)):
+        model.zero_grad()
+        with apply(model, Plan(regions)):
+            loss = model(*BATCH)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_refused_by_name():
+    model = Chain(4)
+    with apply(model, Plan(nested(0, 3, 2, whole=True))):
+        loss = model(*BATCH)
+        with torch.no_grad():
+            model.h[2].up.weight.add_(1)
+        with pytest.raises(RecomputeError, match=r"parameter h\.2\.up\.weight has been modified"):
+            loss.backward()
+
+
+def test_explain_lists_what_a_span_stores_that_does_not_link():
+    def held(link):
+        model = Chain(4, link=link)
+        with apply(model, Plan((span(0, 3),))):
+            model(*BATCH).backward()
+            return ar.explain(model).regions[0]
+
+    assert (held("same").path, held("same").last) == ("h.0", "h.3")
+    assert [s.name for s in held("same").held] == ["argument 0"]
+    names = [s.name for s in held("glue").held]
+    assert names == ["argument 0", "argument 0 of h.1", "argument 0 of h.2", "argument 0 of h.3"]
+
+
+def test_nothing_lives_on():
+    model, batch = wide_chain(8)
+    with apply(model, Plan(nested(0, 7, 2, whole=True))):
+        model(*batch).backward()
+        model.zero_grad()
+        live = [record_memory(lambda: (model(*batch).backward(), model.zero_grad())[0])[1] for _ in range(3)]
+    assert all(sum(num_bytes for _, num_bytes in events) == 0 for events in live)
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        ((span(0, 1), span(1, 2)), "twice for the same call"),
+        ((span(0, 3, [span(2, 4)]),), "not inside it"),
+        ((span(0, 3, [span(0, 3)]),), "frees nothing"),
+        ((span(0, 3, [span(1, 2), span(2, 3)]),), "twice for the same call"),
+        ((span(0, 1), Region("h.1.up")), "lies inside region"),
+    ],
+)
+def test_regions_that_do_not_nest_are_refused(regions, message):
+    model = Chain(6)
+    with pytest.raises(PlanError, match=message):
+        apply(model, Plan(regions))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,93 @@
+"""Spans and nested regions written out as schedules: the abstract machine executes each, and agrees on the peak."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoremat as ar
+from autoremat._errors import PlanError, PlanMismatch
+from autoremat._ledger import expand, peak_bytes
+from autoremat._plan import CallName, Plan, Region
+from autoremat._regions import describe_all, resolve
+from autoremat._schedule import Action
+from chains import Chain, nested, span, uniform
+from machine import run_schedule
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return {
+        link: ar.trace(Chain(8, width=8, link=link), (torch.ones(2, 64, 8),), optimizer=None)
+        for link in ("same", "tuple", "view", "glue")
+    }
+
+
+def without_workspace(graph, specs):
+    schedule = expand(graph, specs)
+    machine_peak = run_schedule(graph, schedule)
+    assert machine_peak + graph.hidden_bytes == peak_bytes(graph, schedule)
+    return machine_peak
+
+
+def regions(draw, first, last, depth):
+    """Random regions over blocks first..last: spans, with regions inside them."""
+    found, at = [], first
+    while at <= last:
+        size = draw(st.integers(1, last - at + 1))
+        if draw(st.booleans()):
+            is_whole = depth == 0 and size == last - first + 1
+            inner = regions(draw, at, at + size - 1, depth - 1) if depth and size > 1 and not is_whole else ()
+            inner = [r for r in inner if len(r.calls) < size]
+            found.append(span(at, at + size - 1, inner))
+        at += size
+    return found
+
+
+@given(data=st.data(), link=st.sampled_from(["same", "tuple", "view", "glue"]))
+@settings(max_examples=150, deadline=None)
+def test_random_spans_and_nests_are_legal(graphs, data, link):
+    plan = Plan(regions=tuple(regions(data.draw, 0, 7, 3)))
+    graph = graphs[link]
+    specs = resolve(graph, plan)
+    without_workspace(graph, specs)
+    assert describe_all(graph, specs) == plan.regions
+
+
+def test_a_span_stores_only_its_first_input(graphs):
+    graph = graphs["same"]
+    schedule = expand(graph, resolve(graph, Plan((span(0, 7),))))
+    alive = set()
+    for event in schedule.events:
+        if event.action is Action.BACKWARD:
+            break
+        if event.op >= 0:
+            alive |= {s for s in graph.ops[event.op].outputs if graph.storages[s].born == event.op}
+        if event.action is Action.DROP:
+            alive.discard(event.storage)
+    paths = [graph.calls[graph.ops[graph.storages[s].born].call].path for s in alive]
+    assert not [path for path in paths if path.startswith("h.")]
+
+
+def test_what_does_not_link_is_stored(graphs):
+    def stored(link):
+        graph = graphs[link]
+        return without_workspace(graph, resolve(graph, Plan((span(0, 3),))))
+
+    assert stored("same") < stored("view")
+
+
+def test_nesting_needs_less_than_one_level():
+    graph = ar.trace(Chain(16, width=8), (torch.ones(2, 64, 8),), optimizer=None)
+    flat = without_workspace(graph, resolve(graph, Plan(uniform(16, 4))))
+    deep = without_workspace(graph, resolve(graph, Plan(nested(0, 15, 2))))
+    assert deep < flat
+
+
+def test_calls_that_do_not_follow_each_other_are_refused(graphs):
+    with pytest.raises(PlanError, match=r"no call of 'h\.0' follows that of 'h\.1'"):
+        resolve(graphs["same"], Plan((Region("h.1", then=(CallName("h.0"),)),)))
+    with pytest.raises(PlanError, match=r"'h\.0\.up'"):
+        resolve(graphs["same"], Plan((Region("h.0", then=(CallName("h.0.up"),)),)))
+    with pytest.raises(PlanMismatch, match=r"'h\.9'"):
+        resolve(graphs["same"], Plan((Region("h.9"),)))
