@@ -342,6 +342,24 @@ def test_tensor_hooks_registered_in_forward(where):
     assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
 
 
+def test_module_hooks_registered_in_forward():
+    class Registers(Block):
+        def forward(self, x):
+            self.lin.register_forward_hook(lambda m, a, o: o.sin())
+            return torch.tanh(self.lin(x)).exp()
+
+    def run(apply):
+        seed()
+        model = Around(nn.Sequential(Registers()))
+        if apply:
+            ar.apply(model, Plan((Region("blocks.0"),)))
+        model(X).sum().backward()
+        assert len(model.blocks[0][0].lin._forward_hooks) == 1
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(apply=False), run(apply=True), strict=True))
+
+
 def test_hooks_registered_after_forward_do_not_fire_in_recompute():
     model = Around(Inner())
     applied = ar.apply(model, Plan((Region("blocks.0"),)))

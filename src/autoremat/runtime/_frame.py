@@ -2,12 +2,15 @@
 
 In forward, each tensor that autograd saves inside the region is replaced by an empty `Holder`. The first holder that
 backward opens makes its `Frame` run the region again (`Replay`); that fills all holders, in the order in which forward
-made them. A holder keeps its tensor until autograd releases the holder, so that retain_graph, several backwards and
-double backward see what they would see without a region.
+made them. In a plain backward a holder then keeps its tensor until autograd releases it, and the frame lets go of its
+arguments. In one that keeps the graph (retain_graph, create_graph) a holder gives its tensor away: the next backward
+recomputes, and between the two nothing is held. (Then a custom function that reads ``ctx.saved_tensors`` twice in one
+backward has its region recomputed twice.)
 
 A region is one call or a span of calls, its `Run`s. A region inside another holds nothing: when the outer one is
 recomputed, the inner forward runs again, and the inner frame takes its arguments and stored outputs from there. If it
-consists of some of the outer one's own calls, it shares what that one noted when they started.
+consists of some of the outer one's own calls, it shares what that one noted when they started. What runs again is a
+frame of its own (`Repeat`), so that ``torch.autograd.grad`` inside works in recompute, too; regions inside it run inline.
 
 References: autograd -> holder -> frame -> arguments; frame -> holder is weak, so there are no cycles.
 """
@@ -28,7 +31,7 @@ from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, random_set
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._holder import Holder
-from autoremat.runtime._hooks import HookLog, Repeats, Swap, hook_dicts, tensor_hooks_kept
+from autoremat.runtime._hooks import HookLog, Repeats, Swap, hook_dicts, next_hook, take_back_hooks
 from autoremat.runtime._links import Returned, relinked, tensors_in
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._recipe import Recipe, Run, counting_from
@@ -294,7 +297,7 @@ class Replay:
                 stack.enter_context(random_set(entry.random))
             if entry.modules is not None and entry.part.watch is not None:
                 stack.enter_context(entry.part.watch.restored(entry.modules, keep=keep))
-            stack.enter_context(tensor_hooks_kept(entry.outside_tensors()))
+            stack.callback(take_back_hooks, next_hook(), entry.differentiable_args(), entry.part.watch)
             if entry.part.counters:
                 stack.enter_context(counting_from(entry.part.counters, entry.counts))
             tighten(entry.loose, recipe.name, recipe.learned.hold_all)

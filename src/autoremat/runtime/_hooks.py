@@ -15,20 +15,20 @@ takes gradients inside. Effects on anything but the hook's own module and tensor
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import drawn_from, read_flags, read_torch_random
-from autoremat.runtime._module_state import version_of
+from autoremat.runtime._module_state import ModuleWatch, drop_from, hooks_of, version_of
 from autoremat.runtime._other_random import fingerprint
 from autoremat.runtime._selective import Player, Recorder
 
@@ -381,24 +381,23 @@ class Repeated(HookStandIn):
         return result
 
 
-@contextlib.contextmanager
-def tensor_hooks_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Take away the hooks that recompute registers on tensors from outside the region: forward's are there already."""
-    counts = [_num_hooks(tensor) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, before in zip(tensors, counts, strict=True):
-            if _num_hooks(tensor) != before:
-                for hooks, count in zip(_hooks_of(tensor), before, strict=True):
-                    for key in list(hooks)[count:]:
-                        del hooks[key]
+def next_hook() -> int:
+    """The number that torch will give the next hook that is registered."""
+    return RemovableHandle.next_id
 
 
-def _hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
-    return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+def take_back_hooks(first: int, tensors: list[torch.Tensor], watch: ModuleWatch | None) -> None:
+    """Remove the hooks that recompute registered on what is there for good: forward's are there already.
 
-
-def _num_hooks(tensor: torch.Tensor) -> tuple[int, int]:
-    first, second = _hooks_of(tensor)
-    return len(first), len(second)
+    Args:
+        first: What `next_hook` was before.
+        tensors: From outside the region.
+        watch: Of the region's modules.
+    """
+    if RemovableHandle.next_id == first:
+        return
+    for tensor in tensors:
+        for hooks in hooks_of(tensor):
+            drop_from(hooks, first)
+    if watch is not None:
+        watch.take_back_hooks(first)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -152,6 +153,13 @@ class ModuleWatch:
         below, own = self._hooks
         return own + below if with_roots else below
 
+    def take_back_hooks(self, first: int) -> None:
+        """Remove the hooks on modules and parameters that torch has given this number or a higher one."""
+        for d in self._dicts:
+            dicts = [hooks for name, hooks in d.items() if name.endswith("_hooks") and isinstance(hooks, dict)]
+            for hooks in dicts + [hooks for p in d["_parameters"].values() if p is not None for hooks in hooks_of(p)]:
+                drop_from(hooks, first)
+
     def read(self) -> ModuleState:
         """The state now, at the start of forward."""
         for d, children in self._shapes:
@@ -271,8 +279,7 @@ class ModuleWatch:
         for d, wanted in zip(dicts, state.again().attributes if keep else state.attributes, strict=True):
             _make(d, wanted)
         for i, wanted in state.parameters:
-            if not _are_resharded(dicts[i]["_parameters"], wanted):
-                _make(dicts[i]["_parameters"], wanted)
+            _make(dicts[i]["_parameters"], wanted)
         for i, wanted in state.buffers:
             _make(dicts[i]["_buffers"], wanted)
         for slot in state.changed:
@@ -283,8 +290,7 @@ class ModuleWatch:
             for d, attributes in zip(dicts, found, strict=True):
                 _make(d, attributes)
             for group, tensors in groups:
-                if not _are_resharded(group, tensors):
-                    _make(group, tensors)
+                _make(group, tensors)
 
     def _place_copy(self, state: ModuleState, slot: Slot, *, keep: bool) -> None:
         index, name = slot
@@ -300,12 +306,35 @@ class ModuleWatch:
             state.dicts[index][name] = value
 
 
+def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """A tensor's hooks, by torch's numbers."""
+    return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+def drop_from(hooks: dict[int, Any], first: int) -> None:
+    """Remove what has this number or a higher one."""
+    for number in [number for number in hooks if number >= first]:
+        del hooks[number]
+
+
 def _is_norm(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) in _NORM_FORWARDS
 
 
 def _differs(tensor: torch.Tensor, old: torch.Tensor) -> bool:
     return not has_no_data(tensor) and tensor.layout == torch.strided and not torch.equal(tensor, old)
+
+
+def _make(target: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Give a dictionary these items, in this order; do nothing if it has them."""
+    if (
+        len(target) == len(wanted)
+        and all(map(operator.is_, target.values(), wanted.values()))
+        and target.keys() == wanted.keys()
+    ) or _are_resharded(target, wanted):
+        return
+    target.clear()
+    target.update(wanted)
 
 
 def _are_resharded(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -315,15 +344,3 @@ def _are_resharded(first: dict[str, Any], second: dict[str, Any]) -> bool:
         a is not b and (isinstance(a, tensor.DTensor) or isinstance(b, tensor.DTensor))
         for a, b in zip(first.values(), second.values(), strict=False)
     )
-
-
-def _make(target: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Give a dictionary these items, in this order; do nothing if it has them."""
-    if (
-        len(target) == len(wanted)
-        and all(a is b for a, b in zip(target.values(), wanted.values(), strict=True))
-        and target.keys() == wanted.keys()
-    ):
-        return
-    target.clear()
-    target.update(wanted)

@@ -252,10 +252,9 @@ class Entry:
             for generator in copier.generators:
                 self.random += generator_state(generator)
 
-    def outside_tensors(self) -> list[torch.Tensor]:
-        """Tensors from outside the region that take part in autograd."""
-        tensors = [tensor for _, tensor in self.copier.tensors if tensor.requires_grad]
-        return tensors + self.modules.fixed if self.modules is not None else tensors
+    def differentiable_args(self) -> list[torch.Tensor]:
+        """Arguments that take part in autograd."""
+        return [tensor for _, tensor in self.copier.tensors if tensor.requires_grad]
 
     def finish(self, recipe: Recipe) -> None:
         """When forward ends: keep only what recompute needs."""
