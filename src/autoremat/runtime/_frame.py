@@ -10,7 +10,8 @@ backward has its region recomputed twice.)
 A region is one call or a span of calls, its `Run`s. A region inside another holds nothing: when the outer one is
 recomputed, the inner forward runs again, and the inner frame takes its arguments and stored outputs from there. If it
 consists of some of the outer one's own calls, it shares what that one noted when they started. What runs again is a
-frame of its own (`Repeat`), so that ``torch.autograd.grad`` inside works in recompute, too; regions inside it run inline.
+frame of its own (`Repeat`), so that ``torch.autograd.grad`` inside works in recompute, too; regions inside it are part
+of it.
 
 References: autograd -> holder -> frame -> arguments; frame -> holder is weak, so there are no cycles.
 """
