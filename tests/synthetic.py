@@ -5,6 +5,7 @@ from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput
 from autoremat._results import (
     AllocatorUsage,
     Difference,
+    HighMoment,
     LiveItem,
     MeasuredStep,
     MemoryProfile,
@@ -49,6 +50,10 @@ def profile(*, num_blocks: int = 24, block_bytes: int = GIB, num_regions: int = 
         recomputed_flops=10**12 if num_regions else 0,
         flops=10**13 + (10**12 if num_regions else 0),
         step_s=0.01 * len(totals),
+        high_moments=(
+            HighMoment("forward, cls.predictions.decoder: aten.addmm", totals[peak], 0.01 * peak),
+            HighMoment("backward, bert.pooler, aten.mm.default", totals[peak] - GIB, 0.5),
+        ),
     )
 
 

@@ -89,6 +89,23 @@ def test_causes_sum_to_the_peak_and_phases_come_in_order():
     assert max(sum(values) for values in zip(*found.by_cause.values(), strict=True)) == found.peak_bytes
 
 
+def test_the_highest_moments_are_local_peaks_in_order():
+    case = MODELS["gpt2"]()
+    graph = ar.trace(case.build(), case.batch, loss=case.loss_fn)
+    found = price(graph, expand(graph), [1.0] * len(graph.ops))
+    totals = [0, *(sum(values) for values in zip(*found.by_cause.values(), strict=True)), 0]
+    first, *others = found.high_moments
+    assert (first.at, first.num_bytes) == (found.peak_at, found.peak_bytes)
+    sizes = [moment.num_bytes for moment in found.high_moments]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len({moment.at for moment in found.high_moments}) == len(sizes) > 3
+    for moment in found.high_moments:
+        point = round(moment.second)  # each op takes a second, and the first ends after one
+        assert totals[point] == moment.num_bytes > totals[point - 1]
+        assert next(size for size in totals[point:] if size != moment.num_bytes) < moment.num_bytes
+    assert others[-1].num_bytes > found.static_bytes
+
+
 def test_recompute_leaves_out_what_only_stored_outputs_need():
     class Block(nn.Module):
         def __init__(self):

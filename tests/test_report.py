@@ -81,6 +81,12 @@ def test_the_page_says_what_is_alive_at_the_peaks():
     assert "<td>(the model itself, or the loss)</td><td>nll_loss_backward</td>" in page
 
 
+def test_the_page_says_which_moments_come_next():
+    page = render_report([_full()])
+    assert "Highest moments, plain" in page
+    assert "backward, bert.pooler, aten.mm.default</th><td>26.3 GiB</td><td>1.00 GiB</td>" in page
+
+
 def test_what_is_left_over_is_one_row():
     rows = _tables.live_rows(synthetic.alive(), limit=1)
     assert rows == [

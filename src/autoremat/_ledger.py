@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from autoremat._expand import expand
-from autoremat._results import LiveItem, MemoryProfile
+from autoremat._results import HighMoment, LiveItem, MemoryProfile
 from autoremat._schedule import Action, Event, Schedule
 from autoremat._step_graph import BEFORE_STEP, CAUSES, StepGraph
 
 _RUNS = frozenset({Action.FORWARD, Action.RECOMPUTE, Action.BACKWARD, Action.OPTIMIZER})
 _NUM_ITEMS_AT_PEAK = 2_000
 """Enough for a hundred layers, so that like ones can be summed."""
+_NUM_HIGH_MOMENTS = 8
 
 __all__ = ["expand", "peak_bytes", "price"]
 
@@ -103,7 +105,8 @@ def price(graph: StepGraph, schedule: Schedule, op_seconds: Sequence[float]) -> 
     seconds: list[float] = []
     by_cause: dict[str, list[int]] = {cause: [] for cause in CAUSES}
     phases: list[tuple[str, int]] = []
-    peak, peak_point, peak_event = -1, 0, schedule.events[0]
+    points: list[tuple[int, Event]] = []
+    peak, peak_point = -1, 0
     at_peak: Counter[int] = Counter()
     flops = recomputed = 0
     for event in schedule.events:
@@ -118,16 +121,18 @@ def price(graph: StepGraph, schedule: Schedule, op_seconds: Sequence[float]) -> 
         elif not phases or phases[-1][0] != op.phase:
             phases.append((op.phase, len(seconds)))
         if point > peak:
-            peak, peak_point, peak_event, at_peak = point, len(seconds), event, Counter(live.copies)
+            peak, peak_point, at_peak = point, len(seconds), Counter(live.copies)
+        points.append((point, event))
         seconds.append(clock)
         for cause, values in by_cause.items():
             values.append(live.by_cause[cause])
-        by_cause["temporary"][-1] += op.workspace_bytes
+        by_cause["temporary"][-1] += point - live.total  # the workspace, less what is kept from here on
+    moments = _high_moments(graph, points, seconds)
     return MemoryProfile(
         peak_bytes=peak,
         peak_by_cause={cause: values[peak_point] for cause, values in by_cause.items()},
         peak_point=peak_point,
-        peak_at=_place(graph, peak_event),
+        peak_at=moments[0].at,
         static_bytes=graph.static_bytes,
         seconds=tuple(seconds),
         by_cause={cause: tuple(values) for cause, values in by_cause.items()},
@@ -136,7 +141,26 @@ def price(graph: StepGraph, schedule: Schedule, op_seconds: Sequence[float]) -> 
         recomputed_flops=recomputed,
         flops=flops,
         step_s=clock,
+        high_moments=moments,
     )
+
+
+def _high_moments(
+    graph: StepGraph, points: Sequence[tuple[int, Event]], seconds: Sequence[float]
+) -> tuple[HighMoment, ...]:
+    """The peak and the highest of the other local peaks, each place once; of a plateau, its start."""
+    levels = [next(run) for _, run in groupby(range(len(points)), key=lambda index: points[index][0])]
+    sizes = [-1, *(points[index][0] for index in levels), -1]
+    tops = [
+        index for position, index in enumerate(levels) if sizes[position] < sizes[position + 1] > sizes[position + 2]
+    ]
+    found: dict[str, HighMoment] = {}
+    for index in sorted(tops, key=lambda i: -points[i][0]):
+        at = _place(graph, points[index][1])
+        found.setdefault(at, HighMoment(at, points[index][0], seconds[index]))
+        if len(found) == _NUM_HIGH_MOMENTS:
+            break
+    return tuple(found.values())
 
 
 def _place(graph: StepGraph, event: Event) -> str:

@@ -16,6 +16,8 @@ from autoremat._step_graph import CAUSES
 from autoremat._tables import live_rows, region_rows
 from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
 
+_NUM_MOMENTS = 6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSection:
@@ -81,9 +83,9 @@ def _section(section: ReportSection) -> str:
         parts.append(f"<figure><figcaption>Measured: {html.escape(section.usage.judge)}</figcaption>")
         parts.append(f"<div>{measured_figure(section.usage)}</div></figure>")
     tables = [_peak_table(profiles), _measured_table(section), _verified_table(section)]
-    tables += [_live_table(name, profile) for name, profile in profiles]
-    tables.append(_regions_table(section.plan))
-    parts.append(f'<div class="tables">{"".join(tables)}</div>')
+    moments = [_moments_table(name, profile) for name, profile in profiles]
+    more = [*(_live_table(name, profile) for name, profile in profiles), _regions_table(section.plan)]
+    parts += [f'<div class="tables">{"".join(group)}</div>' for group in (tables, moments, more)]
     parts.append(_losses(section.trained))
     return f"<section>{''.join(parts)}</section>"
 
@@ -147,6 +149,14 @@ def _peak_table(profiles: Sequence[tuple[str, MemoryProfile]]) -> str:
         rows.append(["segments", *("" if u is None else str(u.num_segments) for u in usages)])
     rows.append(["at", *(profile.peak_at for _, profile in profiles)])
     return _table("Predicted peak by cause", ["", *(name.lower() for name, _ in profiles)], rows, total=len(causes))
+
+
+def _moments_table(name: str, profile: MemoryProfile) -> str:
+    rows = [
+        [moment.at, format_bytes(moment.num_bytes), format_bytes(profile.peak_bytes - moment.num_bytes)]
+        for moment in profile.high_moments[:_NUM_MOMENTS]
+    ]
+    return _table(f"Highest moments, {name.lower()}", ["", "bytes", "below the peak"], rows, kind="moments")
 
 
 def _live_table(name: str, profile: MemoryProfile) -> str:
@@ -269,7 +279,8 @@ figcaption { font-weight: 600; }
 .tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1rem 2.5rem;
   align-items: start; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
-table.wide { grid-column: 1 / -1; }
+table.wide, table:only-child { grid-column: 1 / -1; }
+.tables + .tables { margin-top: 1rem; }
 caption { text-align: left; font-weight: 600; font-size: .95rem; padding: .3rem 0; }
 th, td { text-align: right; padding: .28rem 0 .28rem .9rem; border-bottom: 1px solid var(--grid); font-weight: 400;
   vertical-align: top; }
@@ -281,6 +292,8 @@ table.wide th, table.wide td:last-child { text-align: left; }
 table.wide th:nth-child(2), table.wide th:nth-child(3) { text-align: right; }
 table.wide.live :is(th, td) { text-align: left; }
 table.wide.live :is(th, td):nth-child(n + 4) { text-align: right; white-space: nowrap; }
+table.moments th:first-child { white-space: normal; overflow-wrap: anywhere; }
+table.moments td { white-space: nowrap; }
 table.wide.live th:first-child { white-space: nowrap; overflow-wrap: normal; }
 .total th, .total td { font-weight: 600; }
 details { margin-top: 1rem; }

@@ -103,6 +103,21 @@ class AllocatorUsage(JsonResult):
 
 
 @dataclass(frozen=True, slots=True)
+class HighMoment(JsonResult):
+    """A moment at which more is alive than just before and just after it.
+
+    Attributes:
+        at: Where that is, in words: phase, module and op.
+        num_bytes: Live bytes.
+        second: Predicted time since the start of the step.
+    """
+
+    at: str
+    num_bytes: int
+    second: float
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryProfile(JsonResult):
     """Live bytes over one step, as a schedule predicts them: allocated, and on a CUDA device what that makes reserved.
 
@@ -122,6 +137,8 @@ class MemoryProfile(JsonResult):
         flops: FLOPs of the step, recomputation included.
         step_s: Predicted step time.
         allocator: What the caching allocator reserves for it; None on a CPU, which has none.
+        high_moments: The peak and the next highest moments, each place once, highest first: what a plan has to get
+            below next.
     """
 
     peak_bytes: int
@@ -137,6 +154,7 @@ class MemoryProfile(JsonResult):
     flops: int
     step_s: float
     allocator: AllocatorUsage | None = None
+    high_moments: tuple[HighMoment, ...] = ()
 
     def __repr__(self) -> str:
         reserved = "" if self.allocator is None else f", reserved {format_bytes(self.allocator.reserved_bytes)}"
