@@ -3,17 +3,23 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import autoremat as ar
 from autoremat._allocator import Allocate, Free
 from autoremat._allocator_settings import AllocatorSettings
 from autoremat._ledger import expand, peak_bytes
+from autoremat._plan import Plan
+from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
 from autoremat._reserved import reserved, step_allocations, with_blas_workspaces
 from autoremat._schedule import Action, Event, Schedule
+from chains import Chain
 from strategies import Tape, scaled, step_graphs
+from test_expand import regions
 
 MIB = 2**20
 
@@ -43,6 +49,23 @@ def test_each_step_allocates_what_the_ledger_counts(graph, data):
     assert one == peak_bytes(graph, schedule)
     assert sum(left.values()) == graph.static_bytes
     assert live_peaks(step_allocations(graph, schedule, num_steps=3)) == (one, left)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return ar.trace(Chain(8, width=8), (torch.ones(2, 64, 8),), optimizer=None)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_spans_and_nested_regions_allocate_what_the_ledger_counts(chain, data):
+    specs = resolve(chain, Plan(regions=tuple(regions(data.draw, 0, 7, 3))))
+    schedule = expand(chain, specs)
+    peak, left = live_peaks(step_allocations(chain, schedule, num_steps=2))
+    assert (
+        peak <= peak_bytes(chain, schedule) <= peak + max(op.workspace_bytes for op in chain.ops) + 8 * len(chain.ops)
+    )
+    assert sum(left.values()) == chain.static_bytes
 
 
 @given(step_graphs(nested=False))
@@ -102,7 +125,7 @@ def test_workspaces_and_held_bytes_are_allocated_and_let_go():
     schedule = expand(graph)
     hold = [Event(Action.HOLD, region=0, num_bytes=3 * MIB), Event(Action.HOLD, region=0, num_bytes=2 * MIB)]
     let_go = [Event(Action.RELEASE, region=0, num_bytes=4 * MIB)]
-    schedule = Schedule(events=(*hold, *let_go, *schedule.events), regions=(0,))
+    schedule = Schedule(events=(*hold, *let_go, *schedule.events), regions=((0,),))
     events = list(step_allocations(graph, schedule, num_steps=2))
     assert sum(isinstance(event, Allocate) and event.num_bytes == 5 for event in events) == 2
     held = [
@@ -117,9 +140,6 @@ def test_workspaces_and_held_bytes_are_allocated_and_let_go():
 
 @pytest.fixture(scope="module")
 def graph():
-    import torch
-    from torch import nn
-
     def block():
         return nn.Sequential(nn.Linear(512, 1500), nn.GELU(), nn.Linear(1500, 512), nn.Tanh())
 

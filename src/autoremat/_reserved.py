@@ -15,7 +15,7 @@ be in host memory, as torch has them unless fused or capturable. What a data loa
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,8 +99,8 @@ class _Replay:
 
     def step(self, schedule: Schedule) -> Iterator[Allocate | Free]:
         """One step, and the end of what it leaves behind."""
-        lives: Counter[int] = Counter()
-        saved_by: dict[int, int] = {}
+        generations = _generations(self.graph, schedule)
+        saved_by: dict[int, set[int]] = defaultdict(set)
         held: dict[int, list[tuple[Any, int]]] = defaultdict(list)
         for storage in self.graph.storages:
             if storage.born == BEFORE_STEP and (storage.cause != "optimizer_state" or self.has_state):
@@ -110,11 +110,11 @@ class _Replay:
             if action in _RUNS:
                 if action is Action.OPTIMIZER:
                     yield from self._make_state()
-                yield from self._run(event, lives, saved_by)
+                yield from self._run(event, generations, saved_by)
             elif action is Action.DROP:
                 yield from self._drop((event.storage, event.generation))
             elif action is Action.SAVE:
-                saved_by[event.storage] = event.region
+                saved_by[event.storage].add(event.region)
             elif action is Action.HOLD:
                 held[event.region].append(((event.region, len(held[event.region]), "held"), event.num_bytes))
                 yield Allocate(*held[event.region][-1])
@@ -141,16 +141,15 @@ class _Replay:
             if storage.born == BEFORE_STEP and storage.cause == "optimizer_state":
                 yield from self._allocate_static(storage.index)
 
-    def _run(self, event: Event, lives: Counter[int], saved_by: dict[int, int]) -> Iterator[Allocate | Free]:
+    def _run(self, event: Event, generations: list[int], saved_by: dict[int, set[int]]) -> Iterator[Allocate | Free]:
         op = self.graph.ops[event.op]
         recomputes = event.action is Action.RECOMPUTE
+        generation = generations[event.region] if recomputes else 0
         for s in dict.fromkeys(op.outputs):
             storage = self.graph.storages[s]
-            if storage.born == event.op and not (recomputes and saved_by.get(s) == event.region):
-                key = (s, lives[s])
-                lives[s] += 1
-                self.live[key] = None
-                yield Allocate(key, storage.num_bytes)
+            if storage.born == event.op and not (recomputes and event.region in saved_by[s]):
+                self.live[s, generation] = None
+                yield Allocate((s, generation), storage.num_bytes)
         if self.blas_workspace_bytes and _is_blas(op):
             thread = event.action in _ON_AUTOGRAD_THREAD
             if thread not in self.blas_threads:
@@ -164,6 +163,15 @@ class _Replay:
         if key in self.live:
             del self.live[key]
             yield Free(key)
+
+
+def _generations(graph: StepGraph, schedule: Schedule) -> list[int]:
+    """What lives are called that each region's recompute makes; see `Schedule`."""
+    inside = [[graph.subtree(call) for call in calls] for calls in schedule.regions]
+    return [
+        1 + sum(any(calls[0] in span for span in spans) for spans in inside[:position])
+        for position, calls in enumerate(schedule.regions)
+    ]
 
 
 def _let_go(blocks: list[tuple[Any, int]], num_bytes: int) -> Iterator[Allocate | Free]:
