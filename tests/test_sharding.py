@@ -21,6 +21,7 @@ import autoremat as ar
 from autoremat._ledger import expand, peak_bytes
 from autoremat._measure import record_memory
 from autoremat._replay import RegionSpec
+from autoremat._schedule import Action
 from autoremat._sharding import Sharding, shard
 from autoremat._step_graph import BEFORE_STEP
 from machine import run_schedule
@@ -57,7 +58,7 @@ class Net(nn.Module):
 
 
 def loss_of(logits):
-    logits = logits.float().flatten(0, 1)
+    logits = logits.float().flatten(0, -2)
     return F.cross_entropy(logits, torch.arange(len(logits)).remainder(64))
 
 
@@ -73,13 +74,13 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def measured(model, optimizer, accumulate=1, *, ids=IDS, keep_gradients=False):
-    """Static bytes and peak of a real sharded step."""
+def levels(model, optimizer, accumulate=1, *, ids=IDS, loss=loss_of, keep_gradients=False):
+    """Static bytes of a real sharded step, and its live bytes above them over time."""
 
     def step():
         value = torch.zeros(())
         for _ in range(accumulate):
-            value = loss_of(model(ids))
+            value = loss(model(ids))
             if accumulate > 1:
                 value = value / accumulate
             value.backward()
@@ -95,7 +96,13 @@ def measured(model, optimizer, accumulate=1, *, ids=IDS, keep_gradients=False):
     kept = [p.grad for p in model.parameters() if keep_gradients]
     tensors = [local(t) for t in (*model.parameters(), *state, *kept)]
     static = ids.untyped_storage().nbytes() + sum(t.numel() * t.element_size() for t in tensors)
-    return static, static + max(itertools.accumulate(change for _, change in events))
+    return static, list(itertools.accumulate(change for _, change in events))
+
+
+def measured(model, optimizer, accumulate=1, **options):
+    """Static bytes and peak of a real sharded step."""
+    static, above = levels(model, optimizer, accumulate, **options)
+    return static, static + max(above)
 
 
 def sharded(model, mesh, **options):
@@ -132,6 +139,55 @@ def test_the_predicted_peak_is_that_of_fully_shard(mesh, case, size):
             module.set_modules_to_backward_prefetch([module])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     assert (graph.static_bytes, predicted(graph)) == measured(model, optimizer, ids=ids)
+
+
+SCALARS_BYTES = 8
+"""The loss and its gradient: autograd holds them until its last callbacks have run."""
+
+
+class Towers(nn.Module):
+    """Two units whose inputs need no gradient: backward does not see where they end."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 24)) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[0](x) * self.blocks[1](x)
+
+
+@pytest.mark.parametrize("loss", [loss_of, lambda y: y.square().mean()])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("build", "batch"), [(Net, IDS), (Towers, torch.ones(8, 16))])
+def test_live_bytes_after_every_op_are_those_of_fully_shard(mesh, case, loss, build, batch):
+    how, options = CASES[case]
+    torch.manual_seed(0)
+    model = build()
+    graph = ar.trace(model, batch, loss=loss, optimizer="adamw", parallel=how)
+    sharded(model, mesh, **options)
+    if how.prefetch == 0:
+        for module in (model, *model.blocks):
+            module.set_modules_to_backward_prefetch([module])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    static, above = levels(model, optimizer, ids=batch, loss=loss)
+    assert graph.static_bytes == static
+    before = live = static + graph.hidden_bytes
+    position = 0
+    for event in expand(graph).events:
+        if event.action is Action.DROP:
+            live -= graph.storages[event.storage].num_bytes
+        if event.op < 0:
+            continue
+        op = graph.ops[event.op]
+        live += sum(graph.storages[s].num_bytes for s in set(op.outputs) if graph.storages[s].born == op.index)
+        if op.phase == "backward" and op.name == "aten.add.Tensor":
+            continue  # the gradients of a sum: autograd adds them in place where tensors are real
+        found = (at for at in range(position, len(above)) if 0 <= static + above[at] - live <= SCALARS_BYTES)
+        at = next(found, None)
+        assert at is not None, f"{op.name} #{op.index} of {graph.calls[op.call].path!r}: {live - static} bytes"
+        highest = max(before, live + op.workspace_bytes)
+        assert static + max(above[position : at + 1]) <= highest + SCALARS_BYTES, op.name
+        before, position = live + op.workspace_bytes, at
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
