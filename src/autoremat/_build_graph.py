@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from autoremat._signature import model_signature
 from autoremat._step import Batch, LossFunction, Precision, check_batch, check_step, describe_batch, own_batch, run_step
 from autoremat._step_graph import Op, SavedTensor, StepGraph, Storage
 
+Attach = Callable[[nn.Module, Recorder], contextlib.AbstractContextManager[Any]]
 CPU_RNG_STATE_BYTES = 5056
 """``torch.get_rng_state().nbytes``. A CUDA generator's state is kept in host memory: no device bytes."""
 _TRACED_MICRO_STEPS = 2
@@ -46,6 +47,7 @@ def trace(
     device_kind: str | None = None,
     fake: bool = True,
     on_op: OnOp | None = None,
+    attach: Attach | None = None,
 ) -> StepGraph:
     """Record one whole training step of a model, with fake parameters: no memory for weights, no GPU.
 
@@ -67,6 +69,8 @@ def trace(
         device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
         fake: Run on fake tensors; False runs on real copies, for models whose code reads values of activations.
         on_op: Called with operator, arguments and keywords of each op that is recorded.
+        attach: Called with the copy of the model and the recorder before the step; what it returns is entered around
+            it. Ops are then recorded as they run, those of recomputation too, all as the model's own.
 
     Returns:
         The step.
@@ -107,6 +111,7 @@ def trace(
             clip_grad_norm=clip_grad_norm,
             as_cuda=device_kind == "cuda",
             on_op=on_op,
+            attach=attach,
         )
     kind = device_kind or _device_kind(model)
     return _sort(
@@ -148,6 +153,7 @@ def _record(
     clip_grad_norm: float | None,
     as_cuda: bool,
     on_op: OnOp | None,
+    attach: Attach | None,
 ) -> Recorder:
     parameters = [p for p in twin.parameters() if p.requires_grad]
     around = _warm_states(states, twin, parameters, mode)
@@ -176,7 +182,8 @@ def _record(
     with (
         _errors_named(twin, recorder),
         CudaOps() if as_cuda else contextlib.nullcontext(),
-        recorder.modules(twin),
+        _attached(attach, twin, recorder, batch, lambda: run_step(twin, batch, loss=loss, precision=precision)),
+        recorder.modules(twin, only_root=attach is not None),
         _backward_phase(recording),
         recorder,
         recorder.saved_tensors(),
@@ -195,6 +202,24 @@ def _record(
     del value
     recorder.close()
     return recorder
+
+
+@contextlib.contextmanager
+def _attached(
+    attach: Attach | None, twin: nn.Module, recorder: Recorder, batch: Batch, run: Callable[[], object]
+) -> Iterator[None]:
+    """Around the step, after another in which what is attached learns what it learns in its first."""
+    if attach is None:
+        yield
+        return
+    with attach(twin, recorder):
+        leaves = [*twin.parameters(), *(x for x in tree_iter(batch) if isinstance(x, torch.Tensor))]
+        before = {tensor: tensor.grad for tensor in leaves}
+        with preserved_random_state():
+            run()
+        for tensor, gradient in before.items():
+            tensor.grad = gradient
+        yield
 
 
 def _register_states(recorder: Recorder, twin: nn.Module, batch: Batch, states: States) -> None:

@@ -127,6 +127,7 @@ class Recorder(TorchDispatchMode):
         self._on_op = on_op
         self.fake_mode = mode
         self._on_cpu = device_kind == "cpu"
+        self._is_on = False
         self.recording = Recording()
         self._known: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
@@ -149,6 +150,26 @@ class Recorder(TorchDispatchMode):
         """Index of a tensor's storage, if it is known."""
         storage = _storage(tensor)
         return None if storage is None else self._known.get(storage._cdata)
+
+    def __enter__(self) -> Self:
+        self._is_on = True
+        super().__enter__()
+        return self
+
+    def adopt(self, tensor: Tensor, name: str) -> None:
+        """Write down a new tensor that was made where no dispatch mode sees it, as if an op of this name had made it.
+
+        Args:
+            tensor: New, in host memory.
+            name: What the op is called.
+        """
+        if not self._is_on or not self._on_cpu:
+            return
+        index = self.recording.clock
+        storage = self._storage_of(tensor, born=index)
+        self.recording.ops.append(
+            Op(index=index, phase=self.recording.phase, name=name, call=self._call, inputs=(), outputs=(storage,))
+        )
 
     def _storage_of(self, tensor: Tensor, born: int) -> int:
         """Index of a tensor's storage; one that was never seen is new (or was made outside of the step)."""
@@ -218,6 +239,9 @@ class Recorder(TorchDispatchMode):
         if is_fake and info.name == _READS_NUMBER and self.recording.phase == "optimizer":
             return 1.0  # optimizers read norms and step counts; no storage of theirs depends on the value
         out = func(*args, **kwargs)
+        if is_fake and is_random_call(info, args, kwargs):
+            with _disable_current_modes():  # so that whoever compares random states sees that it drew
+                torch.rand((), generator=kwargs.get("generator"))
         if is_fake and info.name == _RNN_LAYER and args:
             return self._with_rnn_workspace(func, args, out)
         if is_fake and info.name == _RNN_BACKWARD:
@@ -386,9 +410,9 @@ class Recorder(TorchDispatchMode):
 
     # -- module calls -----------------------------------------------------------------------------------------
 
-    def modules(self, model: nn.Module) -> _ModuleHooks:
-        """A context in which the calls of a model's modules are recorded."""
-        return _ModuleHooks(self, model)
+    def modules(self, model: nn.Module, *, only_root: bool = False) -> _ModuleHooks:
+        """A context in which the calls of a model's modules are recorded, or only those of the model itself."""
+        return _ModuleHooks(self, [("", model)] if only_root else list(model.named_modules()))
 
     def enter_call(self, module: nn.Module, path: str, number: int, arguments: Any) -> int:
         """A module's forward starts."""
@@ -444,16 +468,16 @@ class Recorder(TorchDispatchMode):
 
 
 class _ModuleHooks:
-    """Forward hooks on every module of a model, gone on exit."""
+    """Forward hooks on modules, gone on exit."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, modules: list[tuple[str, nn.Module]]) -> None:
         self.recorder = recorder
-        self.model = model
+        self.watched = modules
         self.handles: list[Any] = []
         self.counts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        for path, module in self.model.named_modules():
+        for path, module in self.watched:
             self.handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, prepend=True))
         return self

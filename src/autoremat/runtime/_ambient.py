@@ -100,10 +100,22 @@ def read_other_random() -> RandomStates:
     return states
 
 
+state_watchers: list[Callable[[torch.Tensor], None]] = []
+"""Who wants to know of a random state that is stored: torch makes it where no dispatch mode sees it."""
+
+
 def generator_state(generator: torch.Generator) -> RandomStates:
     """State of a generator that the user passed along."""
     write: Callable[[Any], Any] = generator.set_state
-    return [(write, generator.get_state, generator.get_state())]
+    read = partial(_read, generator)
+    return [(write, read, read())]
+
+
+def _read(generator: torch.Generator) -> torch.Tensor:
+    state = generator.get_state()
+    for watch in state_watchers:
+        watch(state)
+    return state
 
 
 def _is_equal(first: Any, second: Any) -> bool:

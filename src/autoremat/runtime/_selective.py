@@ -23,7 +23,7 @@ from autoremat._plan import UNCOUNTED_OPS, Region
 from autoremat.runtime._ambient import RandomStates, read_torch_random
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._stand_in import Origin, Shape, StandIn, shape_of
-from autoremat.runtime._torch_compat import alias
+from autoremat.runtime._torch_compat import PLAIN_TENSORS, alias
 
 _aten = torch.ops.aten
 _TO_COPY = _aten._to_copy.default
@@ -386,7 +386,7 @@ class Player(_Mode):
         if not record.outputs:
             self.num_skipped += 1
             argument = _argument(entry.returns_argument, func, args, kwargs)
-            if type(argument) is torch.Tensor and argument.layout == torch.strided:
+            if type(argument) in PLAIN_TENSORS and argument.layout == torch.strided:
                 storage = argument.untyped_storage()._cdata
                 self.skipped_writes[storage] = self.skipped_writes.get(storage, 0) + 1
             return argument

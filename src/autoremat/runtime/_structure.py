@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from autoremat.runtime._stand_in import Origin, Shape, StandIn, shape_of
+from autoremat.runtime._torch_compat import PLAIN_TENSORS
 
 ATOMIC: frozenset[type] = frozenset(
     {
@@ -193,7 +194,7 @@ def loosen_unchanged(copier: Copier) -> list[Loose]:
         if is_changed or _root(name) not in roots:
             continue
         for key, item in _items(copied).items():
-            if type(item) is torch.Tensor and item.layout == torch.strided:
+            if type(item) in PLAIN_TENSORS and item.layout == torch.strided:
                 loose.append(Loose(copied, key, f"{name}, {key[1]!r}", weakref.ref(item), shape_of(item)))
                 _put(copied, key, None)
     return loose

@@ -209,6 +209,10 @@ class OpLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+PLAIN_TENSORS = (torch.Tensor, FakeTensor)
+"""Types of tensors that are what they seem; others may stand for several, or for none."""
+
+
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has shape and dtype but no values (fake or meta)."""
     return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
