@@ -12,25 +12,9 @@ from autoremat._regions import describe_all, resolve
 from autoremat._replay import RegionSpec, random_states, replay
 from autoremat._schedule import Action
 from machine import run_schedule
+from region_choices import region_specs
 from strategies import step_graphs
 from zoo import MODELS
-
-KEPT = ("addmm", "mm", "convolution", "empty_like", "_scaled_dot_product_flash_attention_for_cpu")
-
-
-def region_specs(graph, paths, *, keep):
-    specs = []
-    for call in graph.calls:
-        if call.path in paths:
-            kept = {
-                s
-                for op in graph.ops[call.start : call.end]
-                if keep and op.name.split(".")[1] in KEPT
-                for s in op.outputs
-                if graph.storages[s].born == op.index
-            }
-            specs.append(RegionSpec(call.index, frozenset(kept)))
-    return specs
 
 
 @given(step_graphs(nested=False), st.data())

@@ -13,6 +13,8 @@ from autoremat._allocator_settings import AllocatorSettings
 from autoremat._build_graph import trace as trace_step
 from autoremat._cost import step_seconds
 from autoremat._data_parallel import DataParallel, replicate
+from autoremat._dry_run import dry_run as run_dry
+from autoremat._dry_run import keep_budget
 from autoremat._errors import UsageError
 from autoremat._frontier import MIN_POINTS, Frontier
 from autoremat._measure_ops import CallLog, measure_calls
@@ -171,6 +173,7 @@ def plan(
     objective: Objective | None = None,
     target: str | Target | None = None,
     allocator: str | AllocatorSettings | None = None,
+    dry_run: bool = True,
     progress: Progress | None = None,
     **trace_options: Any,
 ) -> Plan:
@@ -188,6 +191,9 @@ def plan(
             time where the device is known (a target is named, or the model is on a GPU), else FLOPs.
         target: Name of a target, a `Target`, or None for the model's own device.
         allocator: Settings of the caching allocator as in ``PYTORCH_ALLOC_CONF``; None for torch's defaults.
+        dry_run: With a model: run the planned step on fake tensors too, and promise the peak of that run. It takes
+            about as long as tracing; steps that are spread over devices (``parallel=``) and budgets of reserved bytes
+            go without.
         progress: Called with a label and a fraction done.
         **trace_options: As for `trace`, with a model.
 
@@ -219,8 +225,18 @@ def plan(
         raise UsageError("Only a CUDA device has a caching allocator: leave budget_is='allocated', or name a target=.")
     planning = Planning(graph, device, choose_objective(graph, target, objective), settings)
     report("choosing regions", 0.8)
-    make = planning.plan if budget_is == "allocated" else planning.plan_reserved
-    made = make(budget_of(planning.planner.plain_bytes, graph.static_bytes))
+    budget_bytes = budget_of(planning.planner.plain_bytes, graph.static_bytes)
+    if budget_is == "reserved":
+        made = planning.plan_reserved(budget_bytes)
+    elif not dry_run or isinstance(model, StepGraph) or trace_options.get("parallel") is not None:
+        made = planning.plan(budget_bytes)
+    else:
+        assert batch is not None
+        given = batch
+        options = {name: value for name, value in trace_options.items() if name not in ("parallel", "cost")}
+        made = keep_budget(
+            planning.plan, budget_bytes, lambda found: run_dry(model, given, found, target=target, **options)
+        )
     report("done", 1.0)
     return made
 

@@ -126,6 +126,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._on_op = on_op
         self.fake_mode = mode
+        self.without_memory: tuple[type, ...] = ()
+        """Kinds of tensors that have no data: what is done to them is not recorded."""
         self._on_cpu = device_kind == "cpu"
         self._is_on = False
         self.recording = Recording()
@@ -222,6 +224,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._follow_number()
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, self.without_memory) for x in tensors):
+            return func(*args, **kwargs)
         if info.name in _NEW_CONSTANT and self.storage_index(tensors[0]) is None:
             inputs = []  # what `torch.tensor(number)` makes comes to light here, as the op's output
         else:
