@@ -1,6 +1,6 @@
 """Regions to try: the paths of a zoo case, with nothing stored or with the outputs of costly ops stored."""
 
-from autoremat._replay import RegionSpec
+from autoremat._replay import RegionSpec, random_states, replay
 
 KEPT = ("addmm", "mm", "convolution", "empty_like", "_scaled_dot_product_flash_attention_for_cpu")
 
@@ -18,3 +18,9 @@ def region_specs(graph, paths, *, keep):
             }
             specs.append(RegionSpec(call.index, frozenset(kept)))
     return specs
+
+
+def slack_bytes(graph, specs):
+    """None, but where a region skips draws: the states passing through count from its start on, not from the draw."""
+    passing = [random_states(graph, graph.calls[s.call], replay(graph, s))[1] for s in specs]
+    return graph.rng_state_bytes if any(count > 1 for count in passing) else 0

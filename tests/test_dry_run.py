@@ -10,8 +10,7 @@ import autoremat as ar
 from autoremat._dry_run import MAX_ROUNDS, RANDOM_STATE, dry_run, keep_budget, trace_planned
 from autoremat._ledger import expand, peak_bytes
 from autoremat._regions import describe_all
-from autoremat._replay import random_states, replay
-from region_choices import region_specs
+from region_choices import region_specs, slack_bytes
 from zoo import MODELS
 
 
@@ -24,11 +23,7 @@ def test_the_dry_run_peaks_where_the_schedule_does(name, keep):
     specs = region_specs(graph, case.paths, keep=keep)
     plan = ar.Plan(regions=describe_all(graph, specs))
     dry = dry_run(model, case.batch, plan, loss=case.loss_fn).peak_bytes
-    passing = any(random_states(graph, s.call, replay(graph, s.call, s.kept))[1] > 1 for s in specs)
-    if passing:  # the ledger counts states that pass through a region from its start on, not from their draw
-        assert dry <= peak_bytes(graph, expand(graph, specs)) <= dry + graph.rng_state_bytes
-    else:
-        assert dry == peak_bytes(graph, expand(graph, specs))
+    assert dry <= peak_bytes(graph, expand(graph, specs)) <= dry + slack_bytes(graph, specs)
     assert dry == ar.measure(model, case.batch, plan, loss=case.loss_fn, num_steps=1, plain=False).planned.peak_bytes
 
 
@@ -85,7 +80,8 @@ def test_plan_promises_the_peak_of_the_dry_run(monkeypatch):
 def test_a_plan_over_the_budget_is_made_again_with_less():
     model, x = chain(), torch.ones(512, 32)
     graph = ar.trace(model, x, loss=lambda y: y.square().mean())
-    budget = int(0.7 * ar.profile(graph).peak_bytes)
+    plain = ar.profile(graph).peak_bytes
+    budget = (ar.plan(graph, budget=plain).smallest_bytes + plain) // 2
     asked = []
 
     def make(limit):
