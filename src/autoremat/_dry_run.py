@@ -135,7 +135,7 @@ def keep_budget(make: Callable[[int], Plan], budget_bytes: int, run: Callable[[P
         excess = found.peak_bytes - budget_bytes
         if excess <= 0:
             return _promise(made, found)
-        limit = min(limit, made.planned.peak_bytes) - excess
+        limit = max(1, min(limit, made.planned.peak_bytes) - excess)
     raise PlanError(
         f"After {MAX_ROUNDS} rounds the plan's dry run is still over the budget of {budget_bytes} bytes by {excess}. "
         "Raise the budget by that, or plan without the dry run (dry_run=False)."
