@@ -62,7 +62,7 @@ def gpt2(small):
 def llama(small):
     import transformers
 
-    sizes = (128, 64, 2, 4, 2, 128) if small else (32_000, 2048, 12, 32, 8, 5632)
+    sizes = (128, 64, 2, 4, 2, 128) if small else (32_000, 1024, 16, 16, 4, 2816)
     names = (
         "vocab_size",
         "hidden_size",
