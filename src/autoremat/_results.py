@@ -178,6 +178,33 @@ class Difference(JsonResult):
     planned: str
 
 
+LARGE_DIFFERENCE = 0.1
+"""A layer's gradient that is off by more than this share of its norm is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrecision(JsonResult):
+    """The gradient of one module's own parameters in low precision, beside the one in fp32.
+
+    Attributes:
+        path: Module path.
+        norm: Norm of the gradient in the step's precision.
+        fp32_norm: Norm of the gradient in fp32.
+        difference: Norm of the difference of the two, as a share of `fp32_norm`; infinite where that is 0 and the other
+            is not, or where the gradient in low precision is not finite.
+    """
+
+    path: str
+    norm: float
+    fp32_norm: float
+    difference: float
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the difference is more than `LARGE_DIFFERENCE`."""
+        return not self.difference <= LARGE_DIFFERENCE
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyReport(JsonResult):
     """Whether a planned step equals the plain one, bit for bit.
@@ -190,6 +217,7 @@ class VerifyReport(JsonResult):
         planned_loss: Loss of the planned run.
         num_recomputed_regions: How many regions were recomputed in the planned run.
         num_skipped_steps: Optimizer steps that the gradient scaler left out after an overflow, in either run.
+        layers: With ``against_fp32``: how far gradients are from those in fp32, the farthest first.
     """
 
     equal: bool
@@ -199,6 +227,7 @@ class VerifyReport(JsonResult):
     planned_loss: float
     num_recomputed_regions: int
     num_skipped_steps: int = 0
+    layers: tuple[LayerPrecision, ...] = ()
 
     def __repr__(self) -> str:
         compared = ", ".join(f"{count} {kind}" for kind, count in self.num_compared.items())

@@ -175,6 +175,13 @@ def verify_table(report: VerifyReport) -> Table:
     table.add_row("regions recomputed", "", str(report.num_recomputed_regions))
     if report.num_skipped_steps:
         table.add_row("steps left out after an overflow", str(report.num_skipped_steps), str(report.num_skipped_steps))
+    large = [layer for layer in report.layers if layer.is_large]
+    if report.layers:
+        table.add_section()
+        table.add_row("gradients against fp32", "", f"{len(large)} of {len(report.layers)} layers differ much")
+    for layer in (large or list(report.layers))[:MAX_DIFFERENCES]:
+        norms = f"{layer.norm:.3g}, in fp32 {layer.fp32_norm:.3g}"
+        table.add_row(f"  {layer.path or 'the model itself'}", norms, f"off by {format_percent(layer.difference)}")
     for difference in report.differences[:MAX_DIFFERENCES]:
         table.add_row(f"{difference.kind}: {difference.name}", difference.plain, difference.planned, style="red")
     return table

@@ -21,8 +21,9 @@ from autoremat._errors import RecomputeError, TraceError
 from autoremat._fake import is_fake
 from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory
 from autoremat._plan import Plan
+from autoremat._precision_check import compare_with_fp32
 from autoremat._random import RandomState
-from autoremat._results import Difference, VerifyReport
+from autoremat._results import Difference, LayerPrecision, VerifyReport
 from autoremat._state import plain_tensors, preserved
 from autoremat._step import Batch, LossFunction, Precision, check_batch, run_step
 from autoremat.runtime import apply
@@ -44,6 +45,7 @@ def verify(
     optimizer: str | OptimizerFactory | None = None,
     scaler: bool | GradScaler = False,
     ema: bool | EmaFactory = False,
+    against_fp32: bool = False,
     seed: int = 0,
 ) -> VerifyReport:
     """Run a step plain and planned from the same state, and compare everything bit for bit.
@@ -58,6 +60,8 @@ def verify(
         optimizer: As for `trace`; None runs forward and backward alone.
         scaler: As for `trace`. The step that overflows is compared too, and has to be left out in both runs.
         ema: As for `trace`.
+        against_fp32: Also compare the step's gradients with those in fp32, layer by layer (`VerifyReport.layers`);
+            they differ, by as much as the precision is low, and say nothing about the plan.
         seed: Seed of torch's random numbers for both runs.
 
     Returns:
@@ -100,6 +104,20 @@ def verify(
                     error = Difference("error", type(refusal).__name__, "runs", str(refusal))
                 executed = sum(region.num_recomputes for region in applied.executed)
     plain = runs[0]
+    layers: tuple[LayerPrecision, ...] = ()
+    if against_fp32:
+        usual = factory.build(model).scaler
+        with preserved(model):
+            model.train()
+            layers = compare_with_fp32(
+                model,
+                batch,
+                loss=loss,
+                precision=step.precision,
+                accumulate=accumulate,
+                scale=usual.get_scale() if usual is not None else 1.0,
+                seed=seed,
+            )
     differences = (error,) if error is not None else tuple(_compare(plain, runs[1]))
     return VerifyReport(
         equal=not differences,
@@ -109,6 +127,7 @@ def verify(
         planned_loss=runs[-1].loss if error is None else float("nan"),
         num_recomputed_regions=executed,
         num_skipped_steps=plain.num_skipped_steps,
+        layers=layers,
     )
 
 
