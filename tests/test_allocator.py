@@ -277,6 +277,8 @@ def test_pages_in_part_in_use_stay_mapped():
         ("expandable_segments", "key:value"),
         ("garbage_collection_threshold:1.5", "above 0"),
         ("garbage_collection_threshold:x", "above 0"),
+        ("garbage_collection_threshold:1", "above 0"),
+        ("per_process_memory_fraction:0", "above 0"),
         ("roundup_power2_divisions:3", "power of two"),
         ("roundup_power2_divisions:[100:4]", "power of two"),
         ("backend:cudaMallocAsync", "cudaMallocAsync"),

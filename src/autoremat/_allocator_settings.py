@@ -189,8 +189,8 @@ def _share(values: dict[str, str], key: str, *, default: float) -> float:
         share = float(text)
     except ValueError:
         share = -1.0
-    if not 0 < share <= 1:
-        raise UsageError(f"Allocator setting {key}:{text} must be a number above 0 and at most 1.")
+    if not 0 < share <= 1 or (share == 1 and key == "garbage_collection_threshold"):
+        raise UsageError(f"Allocator setting {key}:{text} must be a share of 1 above 0.")
     return share
 
 

@@ -173,7 +173,8 @@ def _measured_table(section: ReportSection) -> str:
     rows: list[list[str]] = []
     if usage is not None:
         plain = usage.plain
-        rows.append(["peak", format_bytes(plain.peak_bytes) if plain else "", format_bytes(usage.planned.peak_bytes)])
+        peaks = (format_bytes(plain.peak_bytes) if plain else "", format_bytes(usage.planned.peak_bytes))
+        rows.append(["peak allocated", *peaks])
         predicted = (usage.predicted_plain_bytes, usage.predicted_planned_bytes)
         rows.append(["predicted peak", *("" if value is None else format_bytes(value) for value in predicted)])
         rows.append(["bytes", f"{plain.peak_bytes:,}" if plain else "", f"{usage.planned.peak_bytes:,}"])

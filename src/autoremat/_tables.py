@@ -194,7 +194,7 @@ def usage_table(report: UsageReport) -> Table:
     table.add_column("plain", justify="right")
     table.add_column("planned", justify="right", style="bold")
     plain, planned = report.plain, report.planned
-    table.add_row("peak", format_bytes(plain.peak_bytes) if plain else "", format_bytes(planned.peak_bytes))
+    table.add_row("peak allocated", format_bytes(plain.peak_bytes) if plain else "", format_bytes(planned.peak_bytes))
     predicted = (report.predicted_plain_bytes, report.predicted_planned_bytes)
     if any(predicted):
         table.add_row("predicted peak", *("" if value is None else format_bytes(value) for value in predicted))
