@@ -87,6 +87,8 @@ OPTIONS = {
     "--seq --target model",
     "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --objective "
     "--optimizer --output --plan --precision --scaler --seq --shard --target -o model",
+    "advise": "--batch --budget --effective-batch --json --no-sizes --optimizer --picture --precision --seq --sizes "
+    "--target model",
     "targets": "--json",
     "calibrate": "--dtypes --json",
     "presets": "",
@@ -97,7 +99,8 @@ OPTIONS = {
 def test_the_commands_and_their_options_are_these():
     commands = typer.main.get_command(app).commands
     found = {
-        name: " ".join(sorted(o for p in c.params for o in p.opts if o != "--help")) for name, c in commands.items()
+        name: " ".join(sorted(o for p in c.params for o in (*p.opts, *p.secondary_opts) if o != "--help"))
+        for name, c in commands.items()
     }
     assert found == OPTIONS
 
@@ -343,3 +346,28 @@ def test_verify_and_measure_take_scaler_and_average(run, models):
     found = json.loads(out)
     assert code == 0
     assert found["planned"]["peak_bytes"] <= found["predicted_planned_bytes"]
+
+
+def test_advise_prints_the_table_and_json_and_draws(run, models, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "ways.png"
+    arguments = ("advise", f"{models}:chain", "--budget", BUDGET, "--no-sizes", "--effective-batch", "256")
+    code, out, err = run(*arguments, "--picture", str(picture))
+    assert (code, err) == (0, "")
+    assert "Recommended: " in out
+    assert "smaller batch" in out
+    assert picture.stat().st_size > 0
+    code, out, _ = run(*arguments, "--json")
+    advice = json.loads(out)
+    assert code == 0
+    assert advice["budget_bytes"] == 2_200_000
+    assert advice["fastest"]["micro_batch"] * advice["fastest"]["accumulate"] == 256
+
+
+def test_calibrate_prints_what_it_measured(run, monkeypatch):
+    monkeypatch.setattr("autoremat._calibrate.calibrate", lambda **_: synthetic.calibration())
+    code, out, _ = run("calibrate")
+    assert code == 0
+    assert "100 GFLOP/s" in out
+    code, out, _ = run("calibrate", "--json")
+    assert json.loads(out)["num_threads"] == 1

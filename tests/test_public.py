@@ -10,6 +10,8 @@ import pytest
 import autoremat
 
 PUBLIC = [
+    "Advice",
+    "AdviceRow",
     "Applied",
     "AutorematError",
     "BatchError",
@@ -37,6 +39,7 @@ PUBLIC = [
     "UsageError",
     "UsageReport",
     "VerifyReport",
+    "advise",
     "apply",
     "build_preset",
     "calibrate",

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
+    from autoremat._advice import Advice, AdviceRow
+    from autoremat._advise import advise
     from autoremat._api import distribute, frontier, plan, profile, trace
     from autoremat._calibrate import calibrate
     from autoremat._calibration import Calibration
@@ -37,6 +39,8 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "_advice": ("Advice", "AdviceRow"),
+    "_advise": ("advise",),
     "_api": ("distribute", "frontier", "plan", "profile", "trace"),
     "_calibrate": ("calibrate",),
     "_calibration": ("Calibration",),
@@ -69,6 +73,8 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Advice",
+    "AdviceRow",
     "Applied",
     "AutorematError",
     "BatchError",
@@ -96,6 +102,7 @@ __all__ = [
     "UsageError",
     "UsageReport",
     "VerifyReport",
+    "advise",
     "apply",
     "build_preset",
     "calibrate",

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from autoremat import _tables
+from autoremat import _advice_tables, _tables
 from autoremat._errors import UsageError
 from autoremat._plan import Plan
 from autoremat._targets import get_target, target_names
@@ -250,6 +250,62 @@ def measure(
     _print(result.to_json() if json else _tables.usage_table(result), json=json)
     if result.within_budget is False:
         raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+@app.command()
+def advise(
+    model: ModelArgument,
+    *,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    effective_batch: Annotated[
+        Optional[int],  # noqa: UP045 - typer reads it
+        typer.Option(min=1, help="Samples in an optimizer step, for the fastest setting; the batch's by default."),
+    ] = None,
+    sizes: Annotated[
+        bool, typer.Option(help="Look for the largest batch and the longest sequence of each way.")
+    ] = True,
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045 - as above
+        typer.Option(help="Draw the frontier with the ways as points into this .svg, .png or .pdf."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Work out the ways to train a model on a device, and say which to take and why. Needs no GPU."""
+    from autoremat._advice_figure import save_advice_figure
+    from autoremat._advise import advise as run_advise
+    from autoremat._loader import builder
+
+    with _progress(quiet=json) as report:
+        report(f"Building {model}", 0.0)
+        built = _load(model, batch=batch, seq=seq, precision=precision, fake=True)
+        found = run_advise(
+            built.model,
+            built.batch,
+            budget=budget,
+            target=target,
+            effective_batch=effective_batch,
+            sizes=sizes,
+            build=builder(model, precision=precision),
+            progress=report,
+            loss=built.loss,
+            optimizer=_optimizer(optimizer),
+            precision=_autocast(precision),
+        )
+    if picture is not None:
+        save_advice_figure(found, picture)
+    if json:
+        _print(found.to_json(), json=True)
+        return
+    console = Console()
+    console.print(_advice_tables.advice_table(found))
+    console.print(_advice_tables.advice_causes_table(found))
+    for line in _advice_tables.advice_lines(found):
+        console.print(line + "\n")
 
 
 @app.command()

@@ -45,6 +45,26 @@ def load_model(
     return Built(model=built.model.to(cast.cast), batch=cast.cast_batch(built.batch), loss=built.loss)
 
 
+def builder(name: str, *, precision: str | None = None) -> Callable[[int, int | None], tuple[nn.Module, Any]] | None:
+    """A function that builds a model for a number of samples and tokens; None for a function that takes neither.
+
+    Args:
+        name: As for `load_model`.
+        precision: As for `load_model`.
+    """
+    if ".py:" in name:
+        path, _, attribute = name.rpartition(":")
+        accepted = inspect.signature(_find_function(Path(path), attribute)).parameters
+        if not {"batch", "seq"} <= set(accepted):
+            return None
+
+    def build(samples: int, tokens: int | None) -> tuple[nn.Module, Any]:
+        built = load_model(name, batch=samples, seq=tokens, precision=precision, fake=True)
+        return built.model, built.batch
+
+    return build
+
+
 def _find_function(path: Path, attribute: str) -> Callable[..., Any]:
     if not path.is_file():
         raise UsageError(f"No file {path}. A model is a preset or path/to/file.py:function.")

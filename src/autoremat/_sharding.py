@@ -157,7 +157,7 @@ def _units(
 ) -> dict[int, list[tuple[int, int, int]]]:
     """Gather and reduce unit by unit; what ops touch instead of whole parameters and gradients, by clocks."""
     roots = [call for call in graph.calls if call.parent == -1]
-    paths = _repeated_blocks(graph) if how.units == "auto" else how.units
+    paths = repeated_blocks(graph) if how.units == "auto" else how.units
     unknown = [path for path in paths if not any(call.path == path for call in graph.calls)]
     if unknown:
         raise UsageError(f"Unit {unknown[0]!r} is no module that the step calls. Name modules as in named_modules().")
@@ -191,7 +191,7 @@ def _calls_of(graph: StepGraph, path: str, root: ModuleCall) -> ModuleCall | Non
     return found[0] if found else None
 
 
-def _repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
+def repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
     """Outermost modules that are numbered and have a sibling of the same class: ``h.0``, ``h.1``."""
     classes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for call in graph.calls:

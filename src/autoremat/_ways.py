@@ -1,0 +1,283 @@
+"""Steps of one model at any batch size, sequence length and precision, and what each way to run them takes.
+
+Few steps are traced; the others are interpolated between them (`_scaling`), and a size that is promised is traced
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from autoremat._api import trace
+from autoremat._cost import RegionCost, step_seconds
+from autoremat._errors import AutorematError
+from autoremat._expand import expand
+from autoremat._ledger import peak_bytes, price
+from autoremat._planning import Planning
+from autoremat._replay import RegionSpec, obstacle
+from autoremat._resize import batch_size, resize, sequence_length
+from autoremat._results import MemoryProfile
+from autoremat._scaling import interpolate_steps
+from autoremat._schedule import Action
+from autoremat._sharding import repeated_blocks
+from autoremat._step import Batch
+from autoremat._step_graph import StepGraph
+from autoremat._targets import Target
+
+Build = Callable[[int, int | None], tuple[nn.Module, Batch]]
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a step runs, regions aside.
+
+    Attributes:
+        precision: As for `trace`; None is the model's own.
+        samples: Samples in a forward.
+        tokens: Tokens in a sample; None without a sequence.
+        accumulates: Whether there is more than one micro-step; the traced step then has two.
+    """
+
+    precision: str | None
+    samples: int
+    tokens: int | None
+    accumulates: bool = False
+
+
+class Steps:
+    """Traced and interpolated steps of one model, each made once.
+
+    Args:
+        model: As for `trace`.
+        batch: As for `trace`.
+        target: Device.
+        build: Makes model and batch for a number of samples and tokens; None repeats the batch.
+        options: What else `trace` takes.
+        progress: Called with a label and a fraction done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        target: Target,
+        *,
+        build: Build | None,
+        options: dict[str, Any],
+        progress: Progress,
+    ) -> None:
+        self.model, self.batch, self.target = model, batch, target
+        self.samples, self.tokens = batch_size(batch), sequence_length(batch)
+        self._build, self._options, self._progress = build, options, progress
+        self._traced: dict[Setting, StepGraph] = {}
+        self._scaled: dict[tuple[str | None, bool, str], Callable[[int], StepGraph] | None] = {}
+
+    @property
+    def num_traced(self) -> int:
+        """How many steps were traced."""
+        return len(self._traced)
+
+    def traced(self, setting: Setting) -> StepGraph:
+        """The step itself."""
+        if setting not in self._traced:
+            words = [f"batch {setting.samples}", f"{setting.tokens} tokens" if setting.tokens else ""]
+            words.append(setting.precision or "")
+            self._progress(f"tracing {', '.join(word for word in words if word)}", min(0.95, self.num_traced / 40))
+            self._traced[setting] = self._trace(setting)
+        return self._traced[setting]
+
+    def _trace(self, setting: Setting) -> StepGraph:
+        model, batch = self.model, self.batch
+        if (setting.samples, setting.tokens) != (self.samples, self.tokens):
+            if self._build is not None:
+                model, batch = self._build(setting.samples, setting.tokens)
+            else:
+                batch = resize(batch, samples=setting.samples, tokens=setting.tokens)
+        scaled = setting.precision == "amp-fp16" and self._options.get("optimizer") is not None
+        return trace(
+            model,
+            batch,
+            precision=setting.precision,
+            accumulate=2 if setting.accumulates else 1,
+            scaler=scaled,
+            target=self.target,
+            **self._options,
+        )
+
+    def step(self, setting: Setting) -> StepGraph:
+        """The step, interpolated where that can be, else traced."""
+        if setting in self._traced:
+            return self._traced[setting]
+        if setting.tokens == self.tokens:
+            scaled = self._by(setting, "samples")
+            if scaled is not None:
+                return scaled(setting.samples)
+        elif setting.samples == self.samples:
+            scaled = self._by(setting, "tokens")
+            if scaled is not None:
+                return scaled(setting.tokens or 0)
+        return self.traced(setting)
+
+    def _by(self, setting: Setting, axis: str) -> Callable[[int], StepGraph] | None:
+        key = (setting.precision, setting.accumulates, axis)
+        if key not in self._scaled:
+            if axis == "samples":
+                sizes = [self.samples, self.samples // 2 if self.samples >= 4 else 2 * self.samples + 2]
+            else:
+                whole = self.tokens or 0
+                sizes = [whole, max(2, whole // 2), max(3, 3 * whole // 4)]
+            self._scaled[key] = self._interpolate(setting, axis, sizes)
+        return self._scaled[key]
+
+    def _interpolate(self, setting: Setting, axis: str, sizes: Sequence[int]) -> Callable[[int], StepGraph] | None:
+        steps = []
+        for size in sizes:
+            samples = size if axis == "samples" else self.samples
+            tokens = size if axis == "tokens" else self.tokens
+            steps.append((size, self.traced(Setting(setting.precision, samples, tokens, setting.accumulates))))
+        return interpolate_steps(steps)
+
+
+class Way:
+    """One step with one choice of regions, for a budget: what it takes.
+
+    Args:
+        graph: The step.
+        target: Device.
+        regions: "none", "every block" or "planned".
+        budget_bytes: Memory for the whole step.
+    """
+
+    def __init__(self, graph: StepGraph, target: Target, regions: str, budget_bytes: int) -> None:
+        self.graph, self.target, self.regions, self.budget_bytes = graph, target, regions, budget_bytes
+
+    @cached_property
+    def planning(self) -> Planning:
+        """The planner of the step."""
+        return Planning(self.graph, self.target, "time")
+
+    @cached_property
+    def specs(self) -> tuple[RegionSpec, ...]:
+        """The regions; for a plan that cannot meet the budget, those with the smallest peak."""
+        if self.regions == "none":
+            return ()
+        if self.regions == "every block":
+            return every_block(self.graph)
+        return self.planning.planner.plan(self.budget_bytes).regions
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest peak that this way can have."""
+        if self.regions == "planned":
+            return self.planning.planner.smallest_bytes
+        return peak_bytes(self.graph, expand(self.graph, self.specs))
+
+    @cached_property
+    def profile(self) -> MemoryProfile:
+        """Bytes and time of the step as traced."""
+        return price(self.graph, expand(self.graph, self.specs), self.op_seconds)
+
+    @cached_property
+    def op_seconds(self) -> tuple[float, ...]:
+        """Predicted time of each op."""
+        return step_seconds(self.graph, self.target)
+
+    def seconds(self, accumulate: int) -> float:
+        """Predicted time of an optimizer step of so many micro-steps; all but the first are like the second."""
+        graph, calls = self.graph, self.graph.calls
+        total = self.profile.step_s + RegionCost(graph, self.target).total(self.specs)
+        if accumulate <= 2:
+            return total
+        later = sum(
+            s
+            for op, s in zip(graph.ops, self.op_seconds, strict=True)
+            if op.phase != "optimizer" and calls[op.call].micro_step == 1
+        )
+        second = [spec for spec in self.specs if calls[spec.call].micro_step == 1]
+        again = (event.op for event in expand(graph, self.specs).events if event.action is Action.RECOMPUTE)
+        later += sum(self.op_seconds[i] for i in again if calls[graph.ops[i].call].micro_step == 1)
+        later += RegionCost(graph, self.target).total(second)
+        return total + (accumulate - 2) * later
+
+
+def every_block(graph: StepGraph) -> tuple[RegionSpec, ...]:
+    """The classic way: each repeated block is a region that stores its inputs only."""
+    paths = set(repeated_blocks(graph))
+    calls = [call.index for call in graph.calls if call.path in paths and obstacle(graph, call.index) is None]
+    return tuple(RegionSpec(call) for call in calls)
+
+
+def largest_that_fits(
+    least_bytes: Callable[[int], int], budget_bytes: int, *, start: int, step: int = 1, most: int = 1 << 20
+) -> int:
+    """The largest size, in steps, whose least peak is within a budget; 0 if none is.
+
+    Secants first, since peaks are close to affine in size; a bracket in any case.
+
+    Args:
+        least_bytes: Smallest peak at a size; grows with it.
+        budget_bytes: The budget.
+        start: A size to begin with.
+        step: Sizes are multiples of it.
+        most: Largest size to look at.
+    """
+    known: dict[int, int] = {}
+
+    def over(count: int) -> int:
+        if count not in known:
+            known[count] = least_bytes(count * step) - budget_bytes
+        return known[count]
+
+    low, high = 0, most // step + 1
+    guess = max(1, start // step)
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        excess = over(guess)
+        low, high = (guess, high) if excess <= 0 else (low, guess)
+        guess = _secant(known, guess) if len(known) > 1 else guess * 2 if excess <= 0 else guess // 2
+        if len(known) > 24:  # not affine at all: halve
+            guess = (low + high) // 2
+    return low * step
+
+
+def _secant(known: dict[int, int], latest: int) -> int:
+    """Where a line through the two known sizes nearest to the budget meets it, rounded down."""
+    (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1]))[:2]
+    if at_a == at_b:
+        return latest * 2
+    crossing = a - at_a * (b - a) / (at_b - at_a)
+    nearest = int(crossing)
+    return nearest + 1 if nearest in known and known[nearest] <= 0 else nearest
+
+
+def verified_size(
+    traced_least: Callable[[int], int], found: int, budget_bytes: int, *, step: int = 1, tries: int = 4
+) -> int:
+    """A size found on interpolated steps, lowered until the step itself, traced there, fits; 0 if none does.
+
+    Args:
+        traced_least: Smallest peak of the traced step at a size.
+        found: What was found.
+        budget_bytes: The budget.
+        step: What it is lowered by.
+        tries: How often.
+    """
+    size = found
+    for _ in range(tries):
+        if size <= 0:
+            return 0
+        try:
+            if traced_least(size) <= budget_bytes:
+                return size
+        except AutorematError:  # the model does not run at that size: a position table that ends before it, say
+            size //= 2
+            size -= size % step
+            continue
+        size -= step
+    return 0

@@ -1,0 +1,304 @@
+"""Advice: the rows are what planning and pricing say, sizes are exact, and six situations get the right answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import autoremat as ar
+from autoremat._advice_tables import advice_cells, advice_lines
+from autoremat._expand import expand
+from autoremat._ledger import peak_bytes
+from autoremat._resize import batch_size, resize, sequence_length
+from autoremat._scaling import interpolate_steps
+from autoremat._ways import every_block, largest_that_fits, verified_size
+
+MIB = 2**20
+GPU = "rtx3090-24g"
+
+
+def square(output):
+    return output.square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + torch.softmax(q @ k.transpose(1, 2), -1) @ v
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, vocabulary, width, num_blocks, block=Block):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        arguments = (width,) if block is Attention else (width, 2 * width)
+        self.blocks = nn.Sequential(*[block(*arguments) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        logits = self.head(self.blocks(self.embed(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def deep():
+    return nn.Sequential(*[Block(128, 512) for _ in range(8)])
+
+
+def advise(model, batch, budget=None, **options):
+    loss = None if isinstance(model, LanguageModel) else square
+    return ar.advise(model, batch, loss=loss, budget=budget, **{"target": GPU, "sizes": False} | options)
+
+
+def test_optimizer_bound_states_are_to_shrink():
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    advice = advise(model, torch.ones(4, 512), 30 * MIB)
+    assert advice.action == "shrink states"
+    found = advice.diagnosis("states")
+    assert found.share > 0.6
+    peaks = [remedy.peak_bytes for remedy in found.remedies if remedy.name.startswith("shard")]
+    assert len(peaks) == 3
+    assert peaks == sorted(peaks, reverse=True)
+    names = " ".join(remedy.name for remedy in found.remedies)
+    assert all(word in names for word in ("8-bit", "fused", "LoRA"))
+    assert all(remedy.name in advice.reason for remedy in found.remedies if remedy.fits)
+    assert advice.diagnosis("shallow") is None, "what dominates explains it"
+
+
+def test_logits_bound_the_loss_is_to_chunk():
+    advice = advise(LanguageModel(20_000, 64, 4), torch.arange(512).view(1, 512), 120 * MIB)
+    assert advice.action == "chunk the loss"
+    found = advice.diagnosis("loss")
+    logits = 512 * 20_000 * 4
+    assert found.share * advice.row("best checkpointing").peak_bytes == pytest.approx(3 * logits, rel=0.02)
+    assert found.remedies[0].fits
+
+
+def test_shallow_a_smaller_batch_is_what_helps():
+    advice = advise(nn.Sequential(Block(64, 2048)), torch.ones(64, 64, 64), 40 * MIB)
+    assert advice.action == "accumulate"
+    assert advice.diagnosis("shallow").share < 0.1
+    assert not advice.row("best checkpointing").fits
+    row = advice.row("smaller batch, accumulated")
+    assert (row.fits, row.effective_batch, row.numerics) == (True, 64, "another order of sums")
+
+
+def test_roomy_checkpointing_is_to_switch_off():
+    advice = advise(deep(), torch.ones(8, 256, 128))
+    assert advice.action == "plain"
+    blocks, plain = advice.row("every block checkpointed"), advice.row("plain")
+    assert advice.diagnosis("roomy").share == pytest.approx(blocks.step_s / plain.step_s - 1)
+    assert "switch it off and gain" in advice.diagnosis("roomy").text
+    assert advice.row("best checkpointing").step_s == plain.step_s
+
+
+@pytest.fixture(scope="module")
+def activation_bound():
+    return advise(deep(), torch.ones(1, 8192, 128), 120 * MIB)
+
+
+def test_activation_bound_checkpointing_is_the_answer(activation_bound):
+    advice = activation_bound
+    assert advice.action == "checkpoint"
+    best, blocks = advice.row("best checkpointing"), advice.row("every block checkpointed")
+    assert best.fits
+    assert best.step_s <= blocks.step_s
+    assert best.numerics == "same bits"
+    assert not advice.row("plain").fits
+    assert advice.diagnosis("states") is None
+
+
+def test_hopeless_is_said_with_numbers():
+    advice = advise(deep(), torch.ones(1, 8192, 128), 8 * MIB)
+    assert advice.action == "nothing fits"
+    assert not any(row.fits for row in advice.rows)
+    assert advice.fastest is None
+    smallest = min(row.peak_bytes for row in advice.rows)
+    assert ar._units.format_bytes(smallest) in advice.reason
+
+
+def test_rows_are_what_planning_and_profiling_say(activation_bound):
+    advice = activation_bound
+    graph = ar.trace(deep(), torch.ones(1, 8192, 128), loss=square, target=GPU)
+    plan = ar.plan(graph, budget=120 * MIB, target=GPU)
+    best, plain = advice.row("best checkpointing"), advice.row("plain")
+    assert (best.peak_bytes, best.step_s) == (plan.planned.peak_bytes, pytest.approx(plan.planned.seconds))
+    assert (plain.peak_bytes, plain.step_s) == (plan.plain.peak_bytes, pytest.approx(plan.plain.seconds))
+    assert sum(plain.peak_by_cause.values()) == plain.peak_bytes
+    blocks = ar.profile(graph, every_block(graph), target=GPU)
+    assert advice.row("every block checkpointed").peak_bytes == blocks.peak_bytes
+    assert advice.frontier[0][0] == plan.smallest_bytes
+    assert advice.frontier[-1] == (plan.plain.peak_bytes, pytest.approx(plan.plain.seconds))
+
+
+def test_the_fastest_setting_is_for_the_effective_batch_asked_for():
+    advice = advise(deep(), torch.ones(4, 2048, 128), 120 * MIB, effective_batch=12)
+    assert advice.fastest.fits
+    assert advice.fastest.effective_batch == 12
+    assert advice.fastest.samples_per_s == pytest.approx(12 / advice.fastest.step_s)
+    assert advice.fastest.samples_per_s >= 0.99 * max(row.samples_per_s for row in advice.rows if row.fits)
+
+
+def test_accumulated_steps_are_priced_as_long_as_they_are():
+    advice = advise(deep(), torch.ones(8, 1024, 128), 60 * MIB)
+    row = advice.row("smaller batch, accumulated")
+    assert row.accumulate > 2
+    setting = {"loss": square, "target": GPU}
+    graphs = [ar.trace(deep(), torch.ones(row.micro_batch, 1024, 128), accumulate=n, **setting) for n in (1, 2)]
+    one, two = (ar.profile(graph, target=GPU).step_s for graph in graphs)
+    assert row.step_s == pytest.approx(two + (row.accumulate - 2) * (two - one), rel=0.02)
+
+
+def test_batch_statistics_are_told_apart():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    advice = advise(model, torch.ones(4, 3, 16, 16), "1GiB")
+    assert advice.row("smaller batch, accumulated").numerics == "batch statistics differ"
+
+
+def test_a_model_in_low_precision_has_no_rows_of_mixed_precision():
+    advice = advise(deep().bfloat16(), torch.ones(2, 64, 128, dtype=torch.bfloat16), "1GiB")
+    assert not [row for row in advice.rows if "mixed" in row.name]
+
+
+def test_a_device_without_bf16_takes_fp16():
+    advice = advise(deep(), torch.ones(2, 64, 128), target="t4-16g")
+    assert {row.precision for row in advice.rows} == {"", "amp-fp16"}
+
+
+@pytest.fixture(scope="module")
+def language_model():
+    return LanguageModel(500, 32, 3, Attention), torch.arange(4 * 64).view(4, 64) % 500
+
+
+def test_sizes_are_exact(language_model):
+    model, tokens = language_model
+    budget = 12 * MIB
+    advice = advise(model, tokens, budget, sizes=True, target="cpu", optimizer="sgd")
+
+    def least(regions, **size):
+        graph = ar.trace(model, resize(tokens, **size), optimizer="sgd", target="cpu")
+        return (
+            ar.frontier(graph, num_points=2, target="cpu").smallest_bytes if regions else ar.profile(graph).peak_bytes
+        )
+
+    for name, planned in (("plain", False), ("best checkpointing", True)):
+        row = advice.row(name)
+        assert least(planned, samples=row.largest_batch) <= budget < least(planned, samples=row.largest_batch + 1)
+        longer = row.longest_sequence + 16
+        assert least(planned, samples=4, tokens=row.longest_sequence) <= budget
+        assert budget < least(planned, samples=4, tokens=longer)
+    assert advice.row("best checkpointing").largest_batch > advice.row("plain").largest_batch
+
+
+@pytest.mark.parametrize("axis", ["samples", "tokens"])
+def test_interpolated_steps_are_those_that_a_trace_would_give(language_model, axis):
+    model, tokens = language_model
+
+    def traced(size):
+        return ar.trace(model, resize(tokens, **{"samples": 4} | {axis: size}))
+
+    known = (8, 12) if axis == "samples" else (32, 64, 96)
+    at = interpolate_steps([(size, traced(size)) for size in known])
+    for size in (3, 80):
+        made, real = at(size), traced(size)
+        assert [s.num_bytes for s in made.storages] == [s.num_bytes for s in real.storages]
+        assert [(op.flops, op.moved_bytes, op.shape) for op in made.ops] == [
+            (op.flops, op.moved_bytes, op.shape) for op in real.ops
+        ]
+        assert peak_bytes(made, expand(made)) == peak_bytes(real, expand(real))
+
+
+def test_steps_that_run_other_ops_are_not_interpolated():
+    other = ar.trace(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), loss=square)
+    longer = ar.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4), loss=square)
+    assert interpolate_steps([(1, other), (2, longer)]) is None
+
+
+@pytest.mark.parametrize(
+    ("least", "budget", "found"),
+    [
+        (lambda n: 100 + 7 * n, 1000, 128),
+        (lambda n: 100 + n * n, 1000, 30),
+        (lambda n: 100 + 7 * n, 106, 0),
+        (lambda n: 100 + (n // 10) * 50, 1000, 189),
+        (lambda n: 5, 1000, 64_000),
+    ],
+)
+def test_the_largest_size_is_found(least, budget, found):
+    assert largest_that_fits(least, budget, start=4, most=64_000) == found
+
+
+def test_a_size_is_lowered_until_the_traced_step_fits():
+    assert verified_size(lambda n: 10 * n + 15, 100, 1000) == 98
+
+    def ends_at_70(n):
+        if n > 70:
+            raise ar.TraceError("position table")
+        return 1
+
+    assert verified_size(ends_at_70, 100, 1000, step=16) == 48
+    assert verified_size(lambda n: 10**9, 3, 1) == 0
+
+
+def test_batches_are_resized_by_repeating():
+    batch = {"ids": torch.arange(6).view(2, 3), "weights": torch.ones(2), "flag": True, "image": torch.ones(2, 5, 3)}
+    assert (batch_size(batch), sequence_length(batch)) == (2, 3)
+    larger = resize(batch, samples=3, tokens=4)
+    assert larger["ids"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 3], [0, 1, 2, 0]]
+    assert larger["weights"].shape == (3,)
+    assert larger["image"].shape == (3, 5, 3)
+    assert larger["flag"] is True
+    assert sequence_length(torch.ones(2, 8)) is None
+    with pytest.raises(ar.BatchError, match="build="):
+        batch_size((torch.ones(2, 3), torch.ones(4)))
+
+
+def test_wrong_options_are_refused_before_tracing():
+    with pytest.raises(ar.UsageError, match="effective_batch"):
+        advise(deep(), torch.ones(2, 4), effective_batch=0)
+    with pytest.raises(ar.UsageError, match="accumulate"):
+        advise(deep(), torch.ones(2, 4), accumulate=2)
+    with pytest.raises(ar.BudgetError):
+        advise(deep(), torch.ones(2, 4), "lots")
+
+
+def test_advice_is_plain_data_and_reads_well(activation_bound, tmp_path):
+    advice = activation_bound
+    value = json.loads(advice.to_json())
+    assert [row["name"] for row in value["rows"]] == [row.name for row in advice.rows]
+    assert value["action"] == "checkpoint"
+    assert "checkpoint" in repr(advice)
+    cells = advice_cells(advice)
+    assert len(cells) == len(advice.rows) + 1
+    assert "fastest for 1" in cells[-1][0]
+    assert advice_lines(advice)[0].startswith("Recommended: checkpoint. The plain step needs")
+    with pytest.raises(KeyError):
+        advice.row("magic")
+
+
+def test_the_picture_shows_every_way(activation_bound, tmp_path):
+    pytest.importorskip("matplotlib")
+    from autoremat._advice_figure import save_advice_figure
+
+    file = tmp_path / "ways.svg"
+    save_advice_figure(activation_bound, file)
+    assert file.read_text().startswith("<?xml")
+    with pytest.raises(ar.UsageError, match=r"\.svg"):
+        save_advice_figure(activation_bound, tmp_path / "ways.txt")
+    with pytest.raises(ar.UsageError, match="Cannot write"):
+        save_advice_figure(activation_bound, tmp_path / "none" / "ways.svg")
