@@ -82,7 +82,8 @@ OPTIONS = {
     "--optimizer --output --precision --scaler --seq --shard --target -o model",
     "frontier": "--accumulate --batch --ddp --ema --json --objective --optimizer --output --points --precision "
     "--scaler --seq --shard --target -o model",
-    "verify": "--batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq --target model",
+    "verify": "--against-fp32 --batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq "
+    "--target model",
     "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
     "--seq --target model",
     "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --objective "
@@ -338,9 +339,10 @@ def test_plan_for_one_of_many_devices_shows_what_they_exchange(run, models):
 
 def test_verify_and_measure_take_scaler_and_average(run, models):
     around = ("--scaler", "--ema", "--precision", "amp-fp16")
-    code, out, _ = run("verify", f"{models}:chain", "--budget", BUDGET, *around)
+    code, out, _ = run("verify", f"{models}:chain", "--budget", BUDGET, "--against-fp32", *around)
     assert code == 0
-    assert "left out after an overflow" in out
+    assert "gradients against fp32" in out
+    assert "overflow, step left out" in out
     assert "x ema" in out
     code, out, _ = run("measure", f"{models}:chain", "--budget", BUDGET, *around, "--json")
     found = json.loads(out)

@@ -207,14 +207,16 @@ def test_gradients_of_several_backwards_are_added_piece_by_piece(mesh, gradients
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, "fp32"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("size", SIZES)
-def test_mixed_precision_keeps_pieces_in_one_dtype_and_gathers_in_another(mesh, size, reduce_dtype):
+def test_mixed_precision_keeps_pieces_in_one_dtype_and_gathers_in_another(mesh, size, precision, reduce_dtype):
     ids, width, inner = SIZES[size]
     torch.manual_seed(0)
     model = Net(width, inner)
     how = Sharding(world_size=4, parameter_dtype="fp32", reduce_dtype=reduce_dtype)
-    graph = ar.trace(model, ids, loss=loss_of, optimizer="adamw", precision="fp16", parallel=how)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32 if reduce_dtype else None)
+    graph = ar.trace(model, ids, loss=loss_of, optimizer="adamw", precision=precision, parallel=how)
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, None: None}
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[precision], reduce_dtype=dtypes[reduce_dtype])
     sharded(model, mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     assert (graph.static_bytes, predicted(graph)) == measured(model, optimizer, ids=ids)

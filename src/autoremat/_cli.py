@@ -184,6 +184,7 @@ def verify(
     objective: ObjectiveOption = None,
     scaler: ScalerOption = False,
     ema: EmaOption = False,
+    against_fp32: Annotated[bool, typer.Option("--against-fp32", help="Also compare gradients with fp32.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Run a plain and a planned step and compare loss, gradients, buffers and random state, bit for bit."""
@@ -203,6 +204,7 @@ def verify(
             precision=_autocast(precision),
             accumulate=made.accumulate,
             optimizer=chosen if scaler or ema else None,
+            against_fp32=against_fp32,
             **around,
         )
     _print(result.to_json() if json else _tables.verify_table(result), json=json)

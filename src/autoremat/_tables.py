@@ -174,7 +174,7 @@ def verify_table(report: VerifyReport) -> Table:
         table.add_row(f"{count} x {kind}", "", f"{different} differ" if different else "equal")
     table.add_row("regions recomputed", "", str(report.num_recomputed_regions))
     if report.num_skipped_steps:
-        table.add_row("steps left out after an overflow", str(report.num_skipped_steps), str(report.num_skipped_steps))
+        table.add_row("overflow, step left out", str(report.num_skipped_steps), str(report.num_skipped_steps))
     large = [layer for layer in report.layers if layer.is_large]
     if report.layers:
         table.add_section()
