@@ -57,7 +57,7 @@ def trace(
     parallel: DataParallel | Sharding | None = None,
     clip_grad_norm: float | None = None,
     target: str | Target | None = None,
-    fake: bool = True,
+    fake: bool | None = None,
     cost: Literal["roofline", "measured"] = "roofline",
 ) -> StepGraph:
     """Record one whole training step, with no memory for weights and no GPU. The model is not changed.
@@ -82,8 +82,9 @@ def trace(
         clip_grad_norm: Largest norm of all gradients together (`torch.nn.utils.clip_grad_norm_` before the optimizer);
             None clips nothing.
         target: Device to record the kernels of: the model's own if None.
-        fake: Trace on fake tensors. False runs the step for real on a copy of the model, for code that reads values of
-            activations (``.item()``, ``.nonzero()``); it takes the memory of weights and activations, and a copy.
+        fake: True traces on fake tensors. False runs the step for real on a copy of the model, for code that reads
+            values of activations (routing by loops over experts, ``.item()``, ``.nonzero()``); it takes the memory of
+            weights and activations, and a copy. None does the first, and the second, with a warning, where it must.
         cost: Where the ops' times come from later: the target's "roofline", or "measured": with ``target="here"``,
             each distinct call is timed on this machine now (seconds to minutes; times are kept for the next trace).
 

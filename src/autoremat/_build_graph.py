@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_iter
 from autoremat._capture import OnOp, Recorder, Recording
 from autoremat._device_ops import CudaOps
 from autoremat._errors import AutorematError, TraceError, UsageError
-from autoremat._fake import fake_copies, fake_copy, is_fake
+from autoremat._fake import NEEDS_VALUES, fake_copies, fake_copy, is_fake
 from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory, optimizer_name
 from autoremat._random import preserved_random_state
 from autoremat._signature import model_signature
@@ -45,7 +46,7 @@ def trace(
     ema: bool | EmaFactory = False,
     clip_grad_norm: float | None = None,
     device_kind: str | None = None,
-    fake: bool = True,
+    fake: bool | None = None,
     on_op: OnOp | None = None,
     attach: Attach | None = None,
 ) -> StepGraph:
@@ -67,7 +68,8 @@ def trace(
         ema: Whether a running average of the parameters is kept, or a function that makes it from the model.
         clip_grad_norm: Largest norm of all gradients together, applied before the optimizer; None clips nothing.
         device_kind: "cuda" to record the attention and dropout kernels of a GPU; None for the model's own device.
-        fake: Run on fake tensors; False runs on real copies, for models whose code reads values of activations.
+        fake: Run on fake tensors (True) or on real copies (False), for models whose code reads values of activations.
+            None: on fake ones; on real copies, with a warning, where the code turns out to read values.
         on_op: Called with operator, arguments and keywords of each op that is recorded.
         attach: Called with the copy of the model and the recorder before the step; what it returns is entered around
             it. Ops are then recorded as they run, those of recomputation too, all as the model's own.
@@ -91,29 +93,34 @@ def trace(
         optimizer, scaler=scaler, ema=ema, precision=precision, device_kind=device_kind or _device_kind(model)
     )
     check_batch(model, batch)
-    if device_kind == "cuda" and not fake and _device_kind(model) != "cuda":
+    if device_kind == "cuda" and fake is False and _device_kind(model) != "cuda":
         raise UsageError(
             "The kernels of a GPU run only on fake tensors here; leave fake=True, or move the model to one."
         )
-    twin, mode = fake_copy(model, dtype=casting.cast) if fake else (_real_copy(model, casting.cast), None)
-    twin.train()
     batch = casting.cast_batch(own_batch(batch))
-    with preserved_random_state():
-        recorder = _record(
-            twin,
-            batch,
-            mode,
-            loss=loss,
-            states=states,
-            keep_gradients=gradients == "kept",
-            micro_steps=min(accumulate, _TRACED_MICRO_STEPS),
-            precision=casting,
-            clip_grad_norm=clip_grad_norm,
-            as_cuda=device_kind == "cuda",
-            on_op=on_op,
-            attach=attach,
-        )
+
+    def run(on_fake: bool) -> Recorder:
+        twin, mode = fake_copy(model, dtype=casting.cast) if on_fake else (_real_copy(model, casting.cast), None)
+        twin.train()
+        with preserved_random_state():
+            return _record(
+                twin,
+                batch,
+                mode,
+                loss=loss,
+                states=states,
+                keep_gradients=gradients == "kept",
+                micro_steps=min(accumulate, _TRACED_MICRO_STEPS),
+                precision=casting,
+                clip_grad_norm=clip_grad_norm,
+                as_cuda=device_kind == "cuda",
+                on_op=on_op,
+                attach=attach,
+            )
+
     kind = device_kind or _device_kind(model)
+    can_be_real = not is_fake(model) and kind == _device_kind(model) and on_op is None
+    recorder = run(fake) if fake is not None else _run_as_needed(run, can_be_real=can_be_real)
     return _sort(
         recorder.recording,
         model=type(model).__name__,
@@ -126,6 +133,22 @@ def trace(
         precision=precision or "",
         rng_state_bytes=CPU_RNG_STATE_BYTES if kind == "cpu" else 0,
     )
+
+
+def _run_as_needed(run: Callable[[bool], Recorder], *, can_be_real: bool) -> Recorder:
+    """On fake tensors if the model's code lets that, else on real ones."""
+    try:
+        return run(True)
+    except TraceError as error:
+        if not can_be_real or not isinstance(error.__cause__, NEEDS_VALUES):
+            raise
+        cause = str(error).partition(" Its code")[0]
+    warnings.warn(
+        f"{cause} It is traced on a real copy instead, which takes its memory; what the plan promises holds for the "
+        "values that this batch leads to. Say fake=False to do so without this warning.",
+        stacklevel=4,
+    )
+    return run(False)
 
 
 def _real_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -290,11 +313,13 @@ def _errors_named(twin: nn.Module, recorder: Recorder) -> Iterator[None]:
     except Exception as error:
         calls, running = recorder.recording.calls, recorder.running_call()
         where = f"module {calls[running].path!r} ({calls[running].class_name})" if running is not None else "the step"
-        raise TraceError(
-            f"{type(twin).__name__} failed in {where} while it was traced: {type(error).__name__}: {error}. "
-            "Check that the batch is one that the model trains on; code that reads values of activations "
-            "(.item(), .nonzero()) runs only on real tensors: trace with fake=False."
-        ) from error
+        what = f"{type(twin).__name__} failed in {where} while it was traced: {type(error).__name__}: {error}."
+        if isinstance(error, NEEDS_VALUES):
+            raise TraceError(
+                f"{what} Its code reads values of activations (routing, .item(), .nonzero()), which fake tensors do "
+                "not have: build it with real weights and trace with fake=False."
+            ) from error
+        raise TraceError(f"{what} Check that the batch is one that the model trains on.") from error
 
 
 def _with_numbers(recording: Recording) -> list[Op]:

@@ -23,14 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from autoremat._fake_kernels import READS_NUMBER, FakeKernels, with_positions
 from autoremat._kernel_memory import kernel_memory
 from autoremat._op_info import OpInfo, is_random_call, mutated_arguments, op_flops, op_info
 from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Op, Phase
 from autoremat._workspace import kept_number_bytes, workspace_bytes
 
-_READS_NUMBER = "aten._local_scalar_dense.default"
-_RNN_LAYER = "aten.mkldnn_rnn_layer.default"
-_RNN_BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 _NEW_CONSTANT = frozenset({"aten.lift_fresh.default", "aten.lift_fresh_copy.default"})
 OnOp = Callable[[Any, Any, Any], None]
 _NOT_RECORDED = frozenset({"aten.detach.default", "prim.device.default"})
@@ -136,7 +134,7 @@ class Recorder(TorchDispatchMode):
         self._stack: list[int] = []
         self._returned: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._call = 0
-        self._rnn_workspaces: dict[Any, int] = {}
+        self._fake_kernels = None if mode is None else FakeKernels(mode)
         self._copies: dict[int, tuple[int, Any]] = {}
         self._wrapped: tuple[Tensor, NumberRecord] | None = None
 
@@ -240,36 +238,11 @@ class Recorder(TorchDispatchMode):
 
     def _execute(self, func: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         is_fake = any(isinstance(x, FakeTensor) for x in tensors)
-        if is_fake and info.name == _READS_NUMBER and self.recording.phase == "optimizer":
+        if is_fake and info.name == READS_NUMBER and self.recording.phase == "optimizer":
             return 1.0  # optimizers read norms and step counts; no storage of theirs depends on the value
-        out = func(*args, **kwargs)
-        if is_fake and is_random_call(info, args, kwargs):
-            with _disable_current_modes():  # so that whoever compares random states sees that it drew
-                torch.rand((), generator=kwargs.get("generator"))
-        if is_fake and info.name == _RNN_LAYER and args:
-            return self._with_rnn_workspace(func, args, out)
-        if is_fake and info.name == _RNN_BACKWARD:
-            return self._with_two_bias_gradients(out)
-        return out
-
-    def _with_rnn_workspace(self, func: Any, args: Any, out: Any) -> Any:
-        """Fake kernels do not know the size of oneDNN's workspace, which autograd saves: ask the real kernel once."""
-        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else str(a) for a in args)
-        if key not in self._rnn_workspaces:
-            with _disable_current_modes():  # under no_grad the kernel would make no workspace
-                zeros = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
-                self._rnn_workspaces[key] = func(*zeros)[-1].numel()
-        *outputs, workspace = out
-        assert self.fake_mode is not None
-        with _disable_current_modes(), self.fake_mode:
-            return (*outputs, torch.empty(self._rnn_workspaces[key], dtype=workspace.dtype, device=workspace.device))
-
-    def _with_two_bias_gradients(self, out: Any) -> Any:
-        """The fake kernel returns one tensor as the gradient of both biases, the real one makes two."""
-        *first, bias, _, hidden, cell = out
-        assert self.fake_mode is not None
-        with _disable_current_modes(), self.fake_mode:
-            return (*first, bias, torch.empty_like(bias), hidden, cell)
+        if is_fake and self._fake_kernels is not None:
+            return self._fake_kernels.run(func, info, args, kwargs)
+        return func(*args, **kwargs)
 
     def _record(
         self,
@@ -327,14 +300,14 @@ class Recorder(TorchDispatchMode):
         """Bytes of a kernel's workspace; corrects the sizes of its outputs where fake kernels make them smaller."""
         if not self._on_cpu:
             return 0
-        told = kernel_memory(func, args, kwargs, flops=flops, is_random=info.is_random)
+        told = kernel_memory(func, with_positions(info, args), kwargs, flops=flops, is_random=info.is_random)
         if told is None:
             return workspace_bytes(info.name, args, results)
         recording = self.recording
         if len(told.output_bytes) == len(results):
             for storage, x, num_bytes in zip(outputs, results, told.output_bytes, strict=True):
                 if isinstance(x, FakeTensor) and storage >= 0 and recording.storages[storage].born == recording.clock:
-                    recording.storages[storage].num_bytes = num_bytes
+                    recording.storages[storage].num_bytes = max(recording.storages[storage].num_bytes, num_bytes)
         return told.workspace_bytes
 
     def _note_number(self, name: str, args: Any, results: list[Tensor]) -> None:

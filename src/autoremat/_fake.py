@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -55,6 +61,10 @@ class _FakeFactories(TorchDispatchMode):
             if isinstance(out, Tensor) and out.untyped_storage().nbytes() > REAL_BUFFER_BYTES:
                 return out
         return func(*args, **kwargs)
+
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch raises where code reads values that fake tensors do not have."""
 
 
 def is_fake(model: nn.Module) -> bool:
