@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autoremat.runtime as ar
-from autoremat._plan import OpCall, Plan, Region, SavedOutput
+from autoremat._plan import CallName, OpCall, Plan, Region, SavedOutput
 
 WIDTH = 1000
 UNIT = 4 * WIDTH
@@ -189,7 +189,10 @@ def test_switching_plans_on_and_off_leaks_nothing_and_changes_nothing():
         for step in range(1000):
             if switch and choose.random() < 0.3:
                 if applied is None:
-                    applied = ar.apply(model, Plan(tuple(Region(str(i)) for i in range(choose.randint(1, 4)))))
+                    size = choose.randint(1, 4)
+                    single = tuple(Region(str(i)) for i in range(size))
+                    spans = (Region("0", then=tuple(CallName(str(i)) for i in range(1, 4)), children=single[:3]),)
+                    applied = ar.apply(model, Plan(choose.choice([single, spans])))
                 else:
                     applied.remove()
                     applied = None

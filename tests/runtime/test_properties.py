@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoremat.runtime as ar
-from autoremat._plan import Plan, Region
+from autoremat._plan import CallName, Plan, Region
 from comparing import assert_same, seed, train
 from region_recording import keepable, record, region
 
@@ -95,8 +95,23 @@ class Net(nn.Module):
 
 
 blocks = st.lists(
-    st.tuples(st.lists(st.sampled_from(OPS), min_size=1, max_size=7), st.integers(1, 2)), min_size=1, max_size=3
+    st.tuples(st.lists(st.sampled_from(OPS), min_size=1, max_size=7), st.integers(1, 2)), min_size=1, max_size=4
 )
+
+
+def spans(choose, paths, depth=2):
+    """Random spans of these modules, some of them with regions inside."""
+    found, at = [], 0
+    while at < len(paths):
+        size = choose.randint(1, len(paths) - at)
+        names = paths[at : at + size]
+        if choose.random() < 0.7:
+            inner = spans(choose, names, depth - 1) if depth else ()
+            children = tuple(r for r in inner if len(r.calls) < size)
+            then = tuple(CallName(name) for name in names[1:])
+            found.append(Region(names[0], then=then, children=children))
+        at += size
+    return tuple(found)
 
 
 def check(shape, choice):
@@ -107,7 +122,7 @@ def check(shape, choice):
     regions = []
     for i in range(len(shape)):
         path = f"inner.{i}"
-        kind = choose.choice(["plain", "none", "selective", "selective", "children"])
+        kind = choose.choice(["plain", "none", "selective", "selective", "children", "spans"])
         if kind == "plain":
             regions.append(Region(path, number=choose.choice([None, 0])))
         elif kind == "selective":
@@ -119,6 +134,10 @@ def check(shape, choice):
         elif kind == "children":
             inside = [Region(f"{path}.layers.{j}") for j in range(len(shape[i][0])) if choose.random() < 0.5]
             regions.append(Region(path, children=tuple(inside)))
+        elif kind == "spans":
+            regions.extend(spans(choose, [f"{path}.layers.{j}" for j in range(len(shape[i][0]))]))
+    if choose.random() < 0.3:
+        regions = spans(choose, [f"inner.{i}" for i in range(len(shape))])
     expected = train(copy.deepcopy(model), (x,), lambda y: y.square().sum())
     ar.apply(model, Plan(tuple(regions)), check="always")
     assert_same(expected, train(model, (x,), lambda y: y.square().sum()))

@@ -14,11 +14,12 @@ from autoremat._ledger import expand, peak_bytes
 from autoremat._measure import record_memory
 from autoremat._plan import CallName, Plan, Region
 from autoremat._regions import describe_all, resolve
-from autoremat._replay import Extent
+from autoremat._replay import Extent, RegionSpec
 from autoremat.runtime import apply
 from chains import Block, Chain, nested, span, uniform
 from comparing import assert_same, train
 from reference import is_legal
+from zoo import MODELS
 
 BATCH = (torch.ones(2, 4, 16),)
 LINKS = ["same", "tuple", "view", "glue"]
@@ -154,6 +155,28 @@ def test_long_recursive_chains_peak_where_the_ledger_says(num_blocks):
     assert measured == predicted
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("gpt2", "transformer.h"),
+        ("llama", "model.layers"),
+        ("bert", "bert.encoder.layer"),
+        ("t5", "encoder.block"),
+        ("t5", "decoder.block"),
+        ("t5", "encoder.block.1.layer"),
+        ("vit", "vit.layers"),
+    ],
+)
+def test_spans_of_transformers_models(name, prefix):
+    case = MODELS[name]()
+    model = case.build()
+    plan = Plan((span(0, 1, [span(0, 0, name=prefix)], name=prefix),))
+    predicted = ar.profile(ar.trace(model, case.batch, loss=case.loss_fn), plan).peak_bytes
+    measured = ar.measure(model, case.batch, plan, loss=case.loss_fn, num_steps=1, plain=False).planned.peak_bytes
+    assert measured == predicted
+    assert ar.verify(model, case.batch, plan, loss=case.loss_fn).equal
+
+
 # -- forwards that are not ours -----------------------------------------------------------------------------------
 
 
@@ -210,23 +233,32 @@ def test_an_output_changed_in_place_between_calls_is_stored_not_linked():
     assert_equal_to_plain(ChangingBetween(4), BATCH, Plan(nested(0, 3, 2, whole=True)))
 
 
-class Marking(Chain):
-    """Asks for gradients of a block's output afterwards, as input-gradient hooks of adapters do."""
+class Cutting(Block):
+    """Returns a value without a gradient, beside one with."""
 
     def forward(self, x):
-        with torch.no_grad():
-            x = self.h[0](x)
+        out = super().forward(x)
+        return out.detach(), out.sum()
+
+
+class Marking(nn.Module):
+    """Asks for gradients of what a block returned, as input-gradient hooks of adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList([Cutting(16), Block(16), Block(16)])
+        self.h[1].requires_grad_(False)  # saves tensors for the gradient of its input only
+        self.h[2].requires_grad_(False)
+
+    def forward(self, x):
+        x, loss = self.h[0](x)
         x.requires_grad_()
-        for block in self.h[1:]:
-            x = block(x)
-        return x.sum()
+        return loss + self.h[2](self.h[1](x)).sum()
 
 
-def test_a_linked_output_that_was_made_to_require_gradients():
-    model = Marking(4)
-    for parameter in model.h[0].parameters():
-        parameter.requires_grad_(False)
-    assert_equal_to_plain(model, BATCH, Plan(uniform(4, 4)))
+@pytest.mark.parametrize("regions", [uniform(3, 3), (span(0, 2, [span(0, 1)]),)])
+def test_a_linked_output_that_was_made_to_require_gradients(regions):
+    assert_equal_to_plain(Marking(), BATCH, Plan(regions))
 
 
 class Collecting(nn.Module):
@@ -240,7 +272,7 @@ class Collecting(nn.Module):
         out = self.norm(self.block(x).flatten(0, 1)).view(x.shape)
         losses.append(out.square().mean() * len(losses))
         self.seen.append(len(losses))
-        return out * len(losses)
+        return out * (len(losses) + len(self.seen))
 
 
 class Side(nn.Module):
@@ -279,34 +311,134 @@ def test_two_forwards_before_one_backward():
         assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
 
 
-class Failing(Chain):
+class Fragile(Block):
+    """May fail when it has already saved tensors."""
+
+    def forward(self, x, fails=False):
+        out = super().forward(x)
+        if fails:
+            raise ValueError("no")
+        return out
+
+
+class Failing(nn.Module):
+    """Calls a block again when it failed, and keeps the error, which keeps what was saved until then."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.h = nn.ModuleList(Fragile(16, 0.1) for _ in range(num_blocks))
+
     def forward(self, x):
+        errors = []
         for i, block in enumerate(self.h):
             try:
-                x = block(x if i != 2 else x[..., :3])
-            except RuntimeError:
+                x = block(x, fails=i == 2)
+            except ValueError as error:
+                errors.append(error)
                 x = block(x * 2)
-        return x.sum()
+        loss = x.sum()
+        loss.errors = errors
+        return loss
 
 
-def test_a_call_that_fails_and_is_made_again():
-    assert_equal_to_plain(Failing(5), BATCH, Plan(uniform(5, 5)))
-    assert_equal_to_plain(Failing(5), BATCH, Plan(nested(0, 4, 2, whole=True)))
+@pytest.mark.parametrize("regions", [uniform(5, 5), nested(0, 4, 2, whole=True)])
+def test_a_call_that_fails_and_is_made_again(regions):
+    assert_equal_to_plain(Failing(5), BATCH, Plan(regions))
 
 
-def test_backward_twice_and_retain_graph():
-    model = Chain(6)
-    loss = model(*BATCH)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    plain = [p.grad.clone() for p in model.parameters()]
-    for regions in (uniform(6, 3), nested(0, 5, 2, whole=True)):
-        model.zero_grad()
-        with apply(model, Plan(regions)):
+class Exposing(nn.Module):
+    """Hands out an intermediate value that its own result was computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        middle = x + self.weight
+        return (middle * 2.0).sin(), middle
+
+
+class ChangingExposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(Exposing() for _ in range(2))
+
+    def forward(self, x):
+        x, middle = self.h[0](x)
+        middle.add_(5.0)
+        x, _ = self.h[1](x)
+        return x.sum() + middle.sum()
+
+
+def test_a_stored_output_changed_between_calls_is_refused():
+    model = ChangingExposed()
+    graph = ar.trace(model, BATCH, optimizer=None)
+    first, second = (call.index for call in graph.calls if call.parent == 0)
+    middle = next(op.outputs[0] for op in graph.ops if op.name == "aten.add.Tensor" and op.call == first)
+    assert_equal_to_plain(model, BATCH, Plan((Region("h.0", then=(CallName("h.1"),)),)))
+    with apply(model, Plan(describe_all(graph, [RegionSpec(first, frozenset({middle}), (second,))])), check="never"):
+        loss = model(*BATCH)
+        with pytest.raises(RecomputeError, match=r"stored output of aten\.add\.Tensor has been modified"):
+            loss.backward()
+
+
+class Wrapped(nn.Module):
+    def __init__(self, num_blocks, dropout):
+        super().__init__()
+        self.body = Chain(num_blocks, 8, dropout)
+
+    def forward(self, x):
+        return self.body(x) * 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_spans_inside_a_module_that_is_a_region(dropout):
+    inner = tuple(span(i, i + 2, name="body.h") for i in (0, 3, 6))
+    plan = Plan((Region("body", children=inner),))
+    model, batch = Wrapped(9, dropout), (torch.ones(2, 256, 8),)
+    predicted = ar.profile(ar.trace(model, batch, optimizer=None), plan).peak_bytes
+    measured = ar.measure(model, batch, plan, optimizer=None, num_steps=1, plain=False).planned.peak_bytes
+    assert measured == predicted
+    assert_equal_to_plain(model, batch, plan)
+
+
+class Averaging(Side):
+    """Reads an average before it updates it."""
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks)
+        self.h = nn.ModuleList(Averaged(16) for _ in range(num_blocks))
+
+
+class Averaged(Collecting):
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("average", torch.ones(width))
+
+    def forward(self, x, losses):
+        x = x * self.average.clone()
+        with torch.no_grad():
+            self.average.lerp_(x.mean((0, 1)), 0.5)
+        return super().forward(x, losses)
+
+
+@pytest.mark.parametrize("make", [lambda: Chain(6), lambda: Averaging(6)])
+@pytest.mark.parametrize("regions", [uniform(6, 1), uniform(6, 3), nested(0, 5, 2, whole=True)])
+def test_backward_twice_and_retain_graph(make, regions):
+    def gradients(model):
+        for _ in range(2):  # what a region changes is found out in its first forward
+            model.zero_grad()
             loss = model(*BATCH)
             loss.backward(retain_graph=True)
             loss.backward()
-        assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
+        return [p.grad.clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = make()
+    plain = gradients(copy.deepcopy(model))
+    with apply(model, Plan(regions), check="always"):
+        planned = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
 
 
 def test_a_parameter_changed_between_forward_and_backward_is_refused_by_name():

@@ -365,7 +365,8 @@ def _recipe(region: Region, model: nn.Module, check: Check) -> Recipe:
     table = OpTable(region) if region.saved or region.skipped else None
     modules = [model.get_submodule(call.path) for call in region.calls]
     parts = [
-        Part(call.path, ModuleWatch([(call.path, module)])) for call, module in zip(region.calls, modules, strict=True)
+        Part(call.path, ModuleWatch([(call.path, module)]), position)
+        for position, (call, module) in enumerate(zip(region.calls, modules, strict=True))
     ]
     number = "" if region.number is None else f" call {region.number}"
     last = f" to {region.then[-1].path!r}" if region.then else ""

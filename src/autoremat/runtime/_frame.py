@@ -39,7 +39,7 @@ from autoremat.runtime._recipe import Recipe, Run, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
 from autoremat.runtime._stack import STACK, end_call, unwind
 from autoremat.runtime._stand_in import StandIn
-from autoremat.runtime._structure import tighten
+from autoremat.runtime._structure import Copier, tighten
 
 
 class StopRecompute(BaseException):
@@ -219,8 +219,8 @@ class Replay:
     """The region running again in backward."""
 
     __slots__ = (
-        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_last", "_mode", "_open", "_outputs",
-        "_repeats", "_run", "_swap",
+        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_is_needed_again", "_last", "_mode",
+        "_open", "_outputs", "_repeats", "_run", "_swap",
     )  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
@@ -235,6 +235,8 @@ class Replay:
         table, store = frame.recipe.table, frame.store
         self._mode = Player(table, store, frame.recipe.name) if table is not None and store is not None else None
         self._outputs: dict[int, list[torch.Tensor]] = {}
+        # By a region inside that shares what the calls saw, or by another backward.
+        self._is_needed_again = not frame.is_closed or bool(frame.children) or compat.graph_is_kept()
         self._repeats: Repeats | None = None
         self._swap: Swap | None = None
         self._base = 0
@@ -291,13 +293,12 @@ class Replay:
         """Everything around the program as it was when the call started in forward."""
         entry, recipe = run.entry, self._frame.recipe
         assert entry is not None
-        keep = not self._frame.is_closed or bool(self._frame.children)
         with contextlib.ExitStack() as stack:
             stack.enter_context(flags_set(entry.flags))
             if entry.random:
                 stack.enter_context(random_set(entry.random))
             if entry.modules is not None and entry.part.watch is not None:
-                stack.enter_context(entry.part.watch.restored(entry.modules, keep=keep))
+                stack.enter_context(entry.part.watch.restored(entry.modules, keep=self._is_needed_again))
             stack.callback(take_back_hooks, next_hook(), entry.differentiable_args(), entry.part.watch)
             if entry.part.counters:
                 stack.enter_context(counting_from(entry.part.counters, entry.counts))
@@ -309,6 +310,10 @@ class Replay:
         assert run.fn is not None
         assert entry is not None
         args, kwargs = entry.args, entry.kwargs
+        if self._is_needed_again:  # forward may change the containers among them
+            copier = Copier()
+            args = tuple([copier.copy(arg, "an argument") for arg in args])
+            kwargs = {key: copier.copy(arg, "an argument") for key, arg in kwargs.items()}
         if self._outputs:
             args = tuple([relinked(arg, self._outputs) for arg in args])
             kwargs = {key: relinked(arg, self._outputs) for key, arg in kwargs.items()}

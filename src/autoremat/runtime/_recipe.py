@@ -33,7 +33,8 @@ class Learned:
 
     Attributes:
         is_checked: Whether recomputed values were compared once and agreed.
-        other_random: Whether an execution drew from Python's or NumPy's random numbers; None until one has ended.
+        other_random: Whether a call drew from Python's or NumPy's random numbers, by its position in the region;
+            missing until one has ended.
         holds_all: Whether recompute was seen to read what forward left alone in an argument that it changed.
     """
 
@@ -42,7 +43,7 @@ class Learned:
     def __init__(self) -> None:
         self.is_checked = False
         self.holds_all = False
-        self.other_random: bool | None = None
+        self.other_random: dict[int, bool] = {}
 
     def hold_all(self) -> None:
         """From now on hold everything in arguments that forward changes."""
@@ -78,13 +79,15 @@ class Part:
     Attributes:
         path: Module path, "" for a function.
         watch: State of its module, None for a function that reaches none.
+        position: Which of the region's calls it is.
         counters: Call counters of regions inside it that are for single calls.
     """
 
-    __slots__ = ("counters", "path", "watch")
+    __slots__ = ("counters", "path", "position", "watch")
 
-    def __init__(self, path: str, watch: ModuleWatch | None) -> None:
+    def __init__(self, path: str, watch: ModuleWatch | None, position: int = 0) -> None:
         self.path = path
+        self.position = position
         self.watch = watch
         self.counters: list[CallCounter] = []
 
@@ -243,11 +246,11 @@ class Entry:
         self.loose: list[Any] = []
         self.counts = [counter.read_count() for counter in part.counters]
         self.flaw = ""
-        self.fingerprint = fingerprint() if recipe.learned.other_random is False else None
+        self.fingerprint = fingerprint() if recipe.learned.other_random.get(part.position) is False else None
         if recipe.preserve_rng_state and draws:
             placed = self.modules.fixed[:1] if self.modules is not None else []
             self.random = read_torch_random([tensor for _, tensor in copier.tensors] + placed)
-            if recipe.learned.other_random is not False:
+            if recipe.learned.other_random.get(part.position) is not False:
                 self.random += read_other_random()
             for generator in copier.generators:
                 self.random += generator_state(generator)
@@ -261,11 +264,11 @@ class Entry:
         self.random = drawn_from(self.random)
         learned = recipe.learned
         if self.fingerprint is None:
-            learned.other_random = bool(learned.other_random) or any(
+            learned.other_random[self.part.position] = learned.other_random.get(self.part.position, False) or any(
                 not isinstance(state, torch.Tensor) for _, _, state in self.random
             )
         elif recipe.preserve_rng_state and self.fingerprint != fingerprint():
-            learned.other_random = True
+            learned.other_random[self.part.position] = True
             self.flaw = (
                 "forward drew from Python's or NumPy's random numbers for the first time, so that their state from "
                 "before is not known. Run the step again: from now on it is stored."
@@ -321,6 +324,4 @@ class Entry:
         }
         entry.versions = [known.get(id(tensor), ("", version_of(tensor)))[1] for _, tensor in copier.tensors]
         copier.forget_originals()
-        if self.modules is not None:
-            entry.modules = self.modules.again()
         return entry
