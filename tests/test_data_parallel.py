@@ -87,6 +87,31 @@ def test_the_predicted_peak_is_that_of_a_real_one(group, name, case, accumulate)
         assert predicted == measured
 
 
+@pytest.mark.parametrize("case", ["copies", "views"])
+def test_a_plan_made_for_one_of_many_devices_keeps_its_promise_there(group, case):
+    how, build = HOW[case], MODELS["gpt2"]()
+    torch.manual_seed(0)
+    model = build.build().train()
+    options = {"loss": build.loss_fn, "optimizer": "sgd", "parallel": how}
+    plan = ar.plan(model, build.batch, activation_memory_budget=0.7, **options)
+    assert plan.regions
+    ar.apply(model, plan)
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=how.gradient_as_bucket_view)
+    states = StatesFactory.parse("sgd").build(model)
+
+    def step():
+        loss = run(ddp, build, how, 1)
+        states.end_step(model)
+        return loss
+
+    for _ in range(2):
+        step()
+        model.zero_grad(set_to_none=True)
+    _, events = record_memory(step)
+    peak = plan.static_bytes + max(itertools.accumulate(change for _, change in events))
+    assert peak == plan.planned.peak_bytes <= plan.budget_bytes < plan.plain.peak_bytes
+
+
 def linears(*widths):
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
 
