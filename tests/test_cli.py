@@ -150,7 +150,13 @@ def test_a_budget_that_the_plain_step_meets_needs_no_regions(run, models):
 def test_a_target_alone_gives_all_its_memory(run, models):
     code, out, _ = run("plan", f"{models}:chain", "--target", "rtx3090-24g", "--json")
     assert code == 0
-    assert Plan.from_json(out).budget_bytes == get_target("rtx3090-24g").usable_bytes
+    made = Plan.from_json(out)
+    assert made.planned.reserved_bytes <= made.budget_bytes == get_target("rtx3090-24g").usable_bytes
+    assert made.budget_is == "reserved", "all of a GPU's memory is what its allocator can reserve"
+    code, out, _ = run("plan", f"{models}:chain", "--target", "rtx3090-24g", "--budget-is", "allocated", "--json")
+    assert Plan.from_json(out).budget_is == "allocated"
+    code, out, _ = run("plan", f"{models}:chain", "--target", "rtx3090-24g", "--budget", "1GiB", "--json")
+    assert Plan.from_json(out).budget_is == "allocated"
 
 
 def test_verify_finds_a_plan_equal(run, models):

@@ -51,8 +51,11 @@ ObjectiveOption = Annotated[
     typer.Option(help="What to minimise; by default time with --target, FLOPs without."),
 ]
 BudgetIsOption = Annotated[
-    Literal["allocated", "reserved"],
-    typer.Option(help="Whether the budget is for living tensors or for all that the CUDA caching allocator takes."),
+    Optional[Literal["allocated", "reserved"]],  # noqa: UP045 - as above
+    typer.Option(
+        help="Whether the budget is for living tensors or for all that the CUDA caching allocator takes; by default "
+        "allocated with --budget, reserved for all the memory of a GPU."
+    ),
 ]
 AllocatorOption = Annotated[
     Optional[str],  # noqa: UP045 - as above
@@ -87,7 +90,7 @@ def plan(
     optimizer: OptimizerOption = "adamw",
     objective: ObjectiveOption = None,
     accumulate: AccumulateOption = 1,
-    budget_is: BudgetIsOption = "allocated",
+    budget_is: BudgetIsOption = None,
     allocator: AllocatorOption = None,
     clip_grad_norm: ClipOption = None,
     scaler: ScalerOption = False,
@@ -112,7 +115,7 @@ def plan(
             optimizer=_optimizer(optimizer),
             objective=objective,
             accumulate=accumulate,
-            budget_is=budget_is,
+            budget_is=budget_is or _budget_kind(budget, target),
             allocator=allocator,
             clip_grad_norm=clip_grad_norm,
             scaler=scaler,
@@ -361,7 +364,7 @@ def write_report(
     ema: EmaOption = False,
     ddp: DdpOption = False,
     shard: ShardOption = None,
-    budget_is: BudgetIsOption = "allocated",
+    budget_is: BudgetIsOption = None,
     allocator: AllocatorOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")] = Path("report.html"),
     format_: Annotated[
@@ -396,7 +399,7 @@ def write_report(
             scaler=scaler,
             ema=ema,
             parallel=parallel,
-            budget_is=budget_is,
+            budget_is=budget_is or _budget_kind(budget, target),
             allocator=allocator,
         )
         written = report_bytes(section, kind=kind, command=" ".join(["autoremat", *sys.argv[1:]]))
@@ -437,6 +440,12 @@ def _budget(budget: str | None, target: str | None) -> int | str:
     if target is None:
         raise UsageError("Give --budget (such as 24GiB), or --target for all the memory of that device.")
     return get_target(target).usable_bytes
+
+
+def _budget_kind(budget: str | None, target: str | None) -> Literal["allocated", "reserved"]:
+    """All the memory of a GPU is what its allocator can reserve."""
+    is_whole_gpu = budget is None and target is not None and get_target(target).device_kind == "cuda"
+    return "reserved" if is_whole_gpu else "allocated"
 
 
 def _parallel(*, ddp: bool, shard: str | None) -> DataParallel | Sharding | None:
