@@ -88,6 +88,20 @@ def test_buffer_read_and_written():
     compare_blocks(Average, Average, steps=3)
 
 
+def test_buffer_changed_without_a_new_version():
+    class Counts(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.ones(8))
+
+        def forward(self, x):
+            y = torch.tanh(self.lin(x) + self.count)
+            self.count.data.add_(1)
+            return y
+
+    compare(lambda: Around(Counts()), (X,), ["blocks.0"], loss_fn=torch.sum, steps=3)
+
+
 def test_tensor_attribute_that_carries_state():
     class Neuron(Block):
         def __init__(self):

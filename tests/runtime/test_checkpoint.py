@@ -326,7 +326,9 @@ def test_loop_variables_are_those_of_the_call():
         h = x
         for layer in layers:
             h = call(lambda t: layer(t).tanh(), h)  # noqa: B023 (the point of the test)
-        return torch.autograd.grad(h.sum(), x)[0]
+        (grad,) = torch.autograd.grad(h.sum(), x)
+        assert layer is layers[-1]
+        return grad
 
     assert torch.equal(run(lambda f, *a: f(*a)), run(ar.checkpoint))
 
@@ -349,10 +351,18 @@ def normalized(x):
     return NORM(x).tanh()
 
 
-def test_a_module_that_a_function_finds_among_its_globals():
+@pytest.mark.parametrize(
+    "function", [normalized, NORM, NORM.forward, functools.partial(NORM), lambda x: normalized(x) * 2]
+)
+def test_a_module_is_found_however_a_function_reaches_it(function):
+    def inside(x):
+        return function(x).exp()
+
     x = torch.randn(3, 4)
-    ar.checkpoint(normalized, x).sum().backward()
-    assert NORM.num_batches_tracked == 1
+    for number, call in enumerate((function, inside), start=1):
+        NORM.reset_running_stats()
+        ar.checkpoint(call, x).sum().backward()
+        assert NORM.num_batches_tracked == 1, number
 
 
 def test_each_function_of_a_module_is_checked():

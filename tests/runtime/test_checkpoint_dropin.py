@@ -157,18 +157,34 @@ def test_recomputed_tensors_die_as_backward_proceeds(keep):
     assert not any(ref() is not None for ref in Watched.alive)
 
 
-def test_what_a_kept_backward_did_not_use_is_let_go_of():
-    refs = []
+class Noted(torch.autograd.Function):
+    """Saves a tensor, and notes it each time."""
 
-    def function(x):
-        a, b = x.exp(), x.sin().exp()
-        refs.append(weakref.ref(b))
-        return a * 1, b * 1
+    saved: list
 
-    x = leaf()
-    used, _other = ar.checkpoint(function, x)
-    used.sum().backward(retain_graph=True)
-    assert all(ref() is None for ref in refs)
+    @staticmethod
+    def forward(ctx, x):
+        copy = x.clone()
+        ctx.save_for_backward(copy)
+        Noted.saved.append(weakref.ref(copy))
+        return copy * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("how", ["a kept backward", "a look at a saved tensor"])
+def test_what_was_recomputed_and_not_used_is_let_go_of(how):
+    Noted.saved = []
+    used, other = ar.checkpoint(lambda x: (x.exp(), Noted.apply(x)), leaf(), early_stop=False)
+    if how == "a kept backward":
+        used.sum().backward(retain_graph=True)
+    else:
+        assert used.grad_fn._saved_result.shape == (4,)
+    assert len(Noted.saved) == 2
+    assert all(ref() is None for ref in Noted.saved)
+    other.sum().backward()
 
 
 def test_nested_regions_recompute_in_each_backward_that_keeps_the_graph():

@@ -244,7 +244,7 @@ def _watch_of(modules: list[nn.Module]) -> ModuleWatch | None:
 def _modules_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Module]:
     """Modules that a function reaches: itself, owners, arguments, and those of functions in its closure.
 
-    Of globals, only those that these functions name themselves.
+    Of globals, only those that these functions name themselves, or functions next to them.
     """
     todo, seen = [function, *args, *kwargs.values()], set()
     while todo:
@@ -259,13 +259,16 @@ def _modules_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         elif isinstance(value, types.FunctionType) and value not in seen:
             seen.add(value)
             todo += [item for _, item in _cells(value)]
-            yield from (item for item in _globals_of(value) if isinstance(item, nn.Module))
+            todo += _globals_of(value)
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[Any]:
-    """Values of the global names in a function's own code."""
+    """Modules that a function's own code names, and functions that are defined where it is."""
     names = function.__globals__
-    return (names[name] for name in function.__code__.co_names if name in names)
+    for name in function.__code__.co_names:
+        value = names.get(name)
+        if isinstance(value, nn.Module) or (isinstance(value, types.FunctionType) and value.__globals__ is names):
+            yield value
 
 
 def _cells(function: Any) -> Iterator[tuple[types.CellType, Any]]:

@@ -217,13 +217,13 @@ class ModuleWatch:
 
     def finish(self, state: ModuleState) -> None:
         """At the end of forward: find which tensors it changed, and drop the values of those that it did not."""
-        if state.tensors and (self._is_first or self._norms or _versions(state.tensors) != state.versions):
+        if state.tensors and (state.before or self._norms or _versions(state.tensors) != state.versions):
             training = {i for i in self._norms if state.attributes[i]["training"]}
             for slot, tensor, version in zip(state.slots, state.tensors, state.versions, strict=True):
                 if (
                     (slot[0] in training and self._is_norm_statistic(slot))
                     or version_of(tensor) != version
-                    or (self._is_first and slot in state.before and _differs(tensor, state.before[slot]))
+                    or (slot in state.before and _differs(tensor, state.before[slot]))
                 ):
                     state.changed.add(slot)
             self.changing |= state.changed
