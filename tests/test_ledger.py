@@ -106,3 +106,15 @@ def test_recompute_leaves_out_what_only_stored_outputs_need():
     assert both.ops == ()
     assert both.flops == 0
     assert len(both.skipped) == 4
+
+
+def test_what_is_alive_says_which_line_made_it():
+    case = MODELS["gpt2"]()
+    items = ar.profile(ar.trace(case.build(), case.batch, optimizer=None)).alive_at_peak
+    by_op = {item.name: item for item in items if item.cause == "activation" and item.module.endswith("h.0.attn")}
+    assert by_op["aten._safe_softmax.default"].line.startswith("transformers/integrations/sdpa_attention.py:")
+    assert all(item.line == "" for item in items if item.cause == "parameter")
+    graph = ar.trace(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), loss=lambda y: (y * y).exp().sum())
+    made = next(op for op in graph.ops if op.name == "aten.exp.default")
+    assert made.line.rpartition("/")[2].split(":")[0] == "test_ledger.py"
+    assert {op.line for op in graph.ops if op.phase != "forward"} == {""}

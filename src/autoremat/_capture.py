@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from autoremat._fake_kernels import READS_NUMBER, FakeKernels, with_positions
 from autoremat._kernel_memory import kernel_memory
 from autoremat._op_info import OpInfo, is_random_call, mutated_arguments, op_flops, op_info
+from autoremat._source_line import source_line
 from autoremat._step_graph import BEFORE_STEP, Cause, ModuleCall, Op, Phase
 from autoremat._workspace import kept_number_bytes, workspace_bytes
 
@@ -284,6 +285,7 @@ class Recorder(TorchDispatchMode):
                 reads_value=bool(tensors) and not results and not mutates,
                 dtype="" if numeric is None else str(numeric.dtype).removeprefix("torch."),
                 shape=tuple(results[0].shape) if results else (),
+                line=source_line() if recording.phase == "forward" else "",
             )
         )
 

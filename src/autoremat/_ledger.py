@@ -170,20 +170,20 @@ def _place(graph: StepGraph, event: Event) -> str:
 
 
 def _items(graph: StepGraph, copies: Counter[int]) -> tuple[LiveItem, ...]:
-    """Living storages summed by cause, module and maker; the largest few."""
-    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    """Living storages summed by cause, module, maker and line; the largest few."""
+    sums: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for index, count in copies.items():
         storage = graph.storages[index]
         if storage.born == BEFORE_STEP:
-            key = (storage.cause, storage.label.rpartition(".")[0], storage.label)
+            key = (storage.cause, storage.label.rpartition(".")[0], storage.label, "")
         else:
             op = graph.ops[storage.born]
-            key = (storage.cause, graph.calls[op.call].path, op.name)
+            key = (storage.cause, graph.calls[op.call].path, op.name, op.line)
         sums[key][0] += count * storage.num_bytes
         sums[key][1] += count
     largest = sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))[:_NUM_ITEMS_AT_PEAK]
     return tuple(
-        LiveItem(cause=cause, module=module, name=name, num_bytes=total, num_storages=count)
-        for (cause, module, name), (total, count) in largest
+        LiveItem(cause=cause, module=module, name=name, num_bytes=total, num_storages=count, line=line)
+        for (cause, module, name, line), (total, count) in largest
         if total > 0
     )

@@ -37,6 +37,7 @@ class LiveItem(JsonResult):
         name: Op that made them, or the parameter's name for what is there before the step.
         num_bytes: Their bytes, once per storage.
         num_storages: How many there are.
+        line: File and line of the model's code that made them, "" for what backward or the optimizer made.
     """
 
     cause: str
@@ -44,6 +45,7 @@ class LiveItem(JsonResult):
     name: str
     num_bytes: int
     num_storages: int
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)

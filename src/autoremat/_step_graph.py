@@ -88,6 +88,7 @@ class Op:
         reads_value: Whether it hands a value to Python (``.item()``, ``if tensor:``).
         dtype: What it computes in, ``"float32"``; "" where no tensor is involved.
         shape: Shape of its first output, for display.
+        line: File and line of the model's code that called it, in forward.
     """
 
     index: int
@@ -106,6 +107,7 @@ class Op:
     reads_value: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)

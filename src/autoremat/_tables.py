@@ -132,11 +132,14 @@ def live_rows(items: Iterable[LiveItem], *, limit: int = MAX_LIVE_ROWS) -> list[
         >>> made = [LiveItem("activation", f"h.{i}.mlp", "aten.gelu.default", 8, 1) for i in range(3)]
         >>> live_rows(made)
         [('activation', 'h.{0-2}.mlp', 'gelu', 3, 24)]
+        >>> live_rows([LiveItem("activation", "h", "aten.gelu.default", 8, 1, line="models/gpt.py:31")])
+        [('activation', 'h', 'gelu, gpt.py:31', 1, 8)]
     """
     groups: dict[tuple[str, str, str], list[LiveItem]] = {}
     for item in items:
         name = item.name.removeprefix(f"{item.module}.") if item.module else item.name
         maker = name.removeprefix("aten.").split(".")[0].lstrip("_") if name.startswith("aten.") else name
+        maker = f"{maker}, {item.line.rpartition('/')[2]}" if item.line else maker
         groups.setdefault((item.cause, _general(item.module), maker), []).append(item)
     rows = [
         (cause, _place(general, [item.module for item in found]), maker, _storages(found), _bytes(found))
