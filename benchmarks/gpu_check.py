@@ -34,7 +34,8 @@ ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "gpu_check.json"
 SHARE = 0.4
 NUM_TIMED_STEPS = 5
-DEADLINE_S = 450
+DEADLINE_S = 420
+CHILD_S = 120
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.005, 0.03
 LARGE_DEVICE_BYTES = 70 * 2**30
 KINDS = ("plain", "planned")
@@ -250,7 +251,10 @@ def run_child(what, model, device, plan, *, kind="plain", setting="default"):
     command = [sys.executable, __file__, "--child", what, "--model", model, "--device", device, "--plan", str(plan)]
     command += ["--kind", kind, "--setting", SETTINGS[setting]]
     start = time.perf_counter()
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=240)
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=CHILD_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {CHILD_S} s", "child_s": CHILD_S}
     took = {"child_s": round(time.perf_counter() - start, 2)}
     if done.returncode:
         return {"error": (done.stderr.strip() or done.stdout.strip())[-2000:]} | took
