@@ -116,9 +116,9 @@ def run_model(name, bench, rounds):
     rows = []
     for number, kind in enumerate(kinds):
         share = "plain" if kind is None else f"{SHARES[number - 1]:.2f}"
-        row = {"model": name, "plan": share, "measured_s": statistics.median(taken[number])}
+        row = {"model": name, "plan": share, "run_s": statistics.median(taken[number])}
         ratios = [own / base for own, base in zip(taken[number], taken[0], strict=True)]
-        row["measured_overhead"] = statistics.median(ratios) - 1
+        row["run_overhead"] = statistics.median(ratios) - 1
         for cost, graph in graphs.items():
             predicted = _predict(graph, kind, target)
             row[f"{cost}_s"] = predicted
@@ -156,9 +156,9 @@ def _run(model, batch, kinds, bench, rounds):
 
 
 def summary(rows):
-    errors = {cost: [abs(row[f"{cost}_s"] / row["measured_s"] - 1) for row in rows] for cost in BARS}
+    errors = {cost: [abs(row[f"{cost}_s"] / row["run_s"] - 1) for row in rows] for cost in BARS}
     planned = [row for row in rows if row["plan"] != "plain"]
-    overheads = {cost: [abs(r[f"{cost}_overhead"] - r["measured_overhead"]) for r in planned] for cost in BARS}
+    overheads = {cost: [abs(r[f"{cost}_overhead"] - r["run_overhead"]) for r in planned] for cost in BARS}
     return {
         f"{what}, {cost}": {"median": statistics.median(found[cost]), "largest": max(found[cost]), "bar": bar(cost)}
         for what, found, bar in (
@@ -185,11 +185,11 @@ def table(rows):
     ):
         made.add_column(name, justify="right")
     for row in rows:
-        times = [f"{row['measured_s'] * 1e3:.0f} ms"]
+        times = [f"{row['run_s'] * 1e3:.0f} ms"]
         for cost in BARS:
-            times += [f"{row[f'{cost}_s'] * 1e3:.0f} ms", f"{row[f'{cost}_s'] / row['measured_s'] - 1:+.1%}"]
-        overheads = [f"{row[f'{cost}_overhead']:+.1%}" for cost in ("measured", *BARS)][1:]
-        made.add_row(row["model"], row["plan"], *times, f"{row['measured_overhead']:+.1%}", *overheads)
+            times += [f"{row[f'{cost}_s'] * 1e3:.0f} ms", f"{row[f'{cost}_s'] / row['run_s'] - 1:+.1%}"]
+        overheads = [f"{row[f'{cost}_overhead']:+.1%}" for cost in BARS]
+        made.add_row(row["model"], row["plan"], *times, f"{row['run_overhead']:+.1%}", *overheads)
     return made
 
 

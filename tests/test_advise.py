@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,7 +266,7 @@ def test_batches_are_resized_by_repeating():
     assert larger["image"].shape == (3, 5, 3)
     assert larger["flag"] is True
     assert sequence_length(torch.ones(2, 8)) is None
-    with pytest.raises(ar.BatchError, match="build="):
+    with pytest.raises(ar.BatchError, match="each batch size on its own"):
         batch_size((torch.ones(2, 3), torch.ones(4)))
 
 
@@ -302,3 +304,26 @@ def test_the_picture_shows_every_way(activation_bound, tmp_path):
         save_advice_figure(activation_bound, tmp_path / "ways.txt")
     with pytest.raises(ar.UsageError, match="Cannot write"):
         save_advice_figure(activation_bound, tmp_path / "none" / "ways.svg")
+
+
+@pytest.mark.slow
+def test_the_page_is_made_by_a_command(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    script = Path(__file__).parents[1] / "benchmarks" / "bert_large_24gb.py"
+    spec = importlib.util.spec_from_file_location("bert_large_24gb", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    arguments = ["--preset", "bert-base", "--batch", "2", "--seq", "32", "--no-sizes", "--name", "small"]
+    monkeypatch.setattr("sys.argv", ["page", *arguments, "--out", str(tmp_path)])
+    module.main()
+    text = (tmp_path / "small.md").read_text()
+    assert "| best checkpointing | 2 |" in text
+    assert "Recommended: plain." in text
+    assert (tmp_path / "small.svg").read_text().startswith("<?xml")
+
+
+def test_the_page_in_the_docs_has_every_way():
+    text = (Path(__file__).parents[1] / "docs" / "bert-large-24gb.md").read_text()
+    for name in ("plain", "smaller batch, accumulated", "every block checkpointed", "best checkpointing"):
+        assert f"| {name} | " in text
+    assert "benchmarks/bert_large_24gb.py" in text

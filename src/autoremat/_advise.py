@@ -58,8 +58,8 @@ def advise(
         target: As for `plan`.
         effective_batch: Samples in an optimizer step that the fastest setting is looked for; None is the batch's.
         sizes: Whether to look for the largest batch and the longest sequence of each row, which takes longest.
-        build: A function of samples and tokens that returns a model and a batch, for batches that cannot be made by
-            repeating, and models that must be built for a length.
+        build: A function of samples and tokens that returns a model and a batch, for models that must be built for a
+            length; called for sequences longer than the batch's.
         progress: Called with a label and a fraction done.
         **trace_options: As for `trace`: loss, optimizer, gradients, precision and so on.
 

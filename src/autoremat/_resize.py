@@ -25,7 +25,7 @@ def batch_size(batch: Batch) -> int:
         found = ", ".join(map(str, sorted(sizes))) or "no tensors"
         raise BatchError(
             f"The batch's tensors do not share a first dimension ({found}), so it cannot be made larger or smaller by "
-            "repeating. Give build=, a function of samples and tokens that returns a model and a batch."
+            "repeating. Plan for each batch size on its own: plan(model, batch, budget=...)."
         )
     return next(iter(sizes))
 

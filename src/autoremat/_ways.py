@@ -57,7 +57,7 @@ class Steps:
         model: As for `trace`.
         batch: As for `trace`.
         target: Device.
-        build: Makes model and batch for a number of samples and tokens; None repeats the batch.
+        build: Makes model and batch for a number of samples and tokens, where there are more tokens than in the batch.
         options: What else `trace` takes.
         progress: Called with a label and a fraction done.
     """
@@ -94,11 +94,10 @@ class Steps:
 
     def _trace(self, setting: Setting) -> StepGraph:
         model, batch = self.model, self.batch
-        if (setting.samples, setting.tokens) != (self.samples, self.tokens):
-            if self._build is not None:
-                model, batch = self._build(setting.samples, setting.tokens)
-            else:
-                batch = resize(batch, samples=setting.samples, tokens=setting.tokens)
+        if self._build is not None and self.tokens is not None and (setting.tokens or 0) > self.tokens:
+            model, batch = self._build(setting.samples, setting.tokens)
+        elif (setting.samples, setting.tokens) != (self.samples, self.tokens):
+            batch = resize(batch, samples=setting.samples, tokens=setting.tokens)
         scaled = setting.precision == "amp-fp16" and self._options.get("optimizer") is not None
         return trace(
             model,
