@@ -163,3 +163,36 @@ def test_two_forwards_before_their_backwards(case):
 
     for plain, ours in zip(run(apply=False), run(apply=True), strict=True):
         assert (plain is None and ours is None) or torch.equal(plain, ours)
+
+
+def test_backwards_over_a_graph_that_is_kept(case):
+    def run(apply):
+        model = built(case)
+        if apply:
+            planned(model, case, check="always")
+        loss = loss_of(model, case)
+        parameters = list(model.parameters())
+        first = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        some = torch.autograd.grad(loss, parameters[-2:], retain_graph=True, allow_unused=True)
+        loss.backward()
+        return [*first, *some, *(p.grad for p in parameters)]
+
+    for plain, ours in zip(run(apply=False), run(apply=True), strict=True):
+        assert (plain is None and ours is None) or torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet"])
+def test_gradient_penalty(name):
+    case = MODELS[name]()
+
+    def run(apply):
+        model = built(case)
+        if apply:
+            planned(model, case, check="always")
+        loss = loss_of(model, case)
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(loss, parameters, create_graph=True)
+        (loss + sum(g.square().sum() for g in grads)).backward()
+        return [p.grad for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(apply=False), run(apply=True), strict=True))

@@ -6,7 +6,7 @@ in the computation fires again in recompute: one that returns something, changes
 a hook did is noted at each call in forward. A hook that does both fires again. So do both hooks of a pair (a pre-hook
 and a forward hook of the same object or closure) if one of them must; recompute does not stop between the two.
 
-Modules without hooks cost nothing; a hook inside a region costs about 20 microseconds a call.
+Modules without hooks cost nothing; to watch a hook costs some tens of microseconds a call.
 
 Known limits: hooks of modules that the region reaches through globals fire again, as do backward hooks if the region
 takes gradients inside. Effects on anything but the hook's own module and tensors are not seen: mark such a hook with
@@ -16,6 +16,7 @@ takes gradients inside. Effects on anything but the hook's own module and tensor
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import drawn_from, read_flags, read_torch_random
+from autoremat.runtime._links import tensors_in
 from autoremat.runtime._module_state import ModuleWatch, drop_from, hooks_of, version_of
 from autoremat.runtime._other_random import fingerprint
 from autoremat.runtime._selective import Player, Recorder
@@ -260,7 +261,7 @@ class _Surroundings:
 
     def __init__(self, module: nn.Module, rest: tuple[Any, ...]) -> None:
         self._dicts: list[dict[str, Any]] = [d.copy() for d in (module.__dict__, module._parameters, module._buffers)]
-        self._tensors = [value for value in tree_iter(rest) if isinstance(value, torch.Tensor)]
+        self._tensors = list(tensors_in(rest))
         self._tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
         self._versions = [version_of(tensor) for tensor in self._tensors]
         self._random = read_torch_random(self._tensors)
@@ -283,7 +284,7 @@ class _Surroundings:
 
 
 def _differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return first.keys() != second.keys() or any(second[key] is not value for key, value in first.items())
+    return first.keys() != second.keys() or not all(map(operator.is_, first.values(), second.values()))
 
 
 class Repeats:
