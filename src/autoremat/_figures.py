@@ -134,8 +134,10 @@ def _draw_memory(profiles: Sequence[tuple[str, MemoryProfile]], budget_bytes: in
         if budget_bytes is not None:
             _line(axes, budget_bytes, scale, ink, role="budget", text=f"budget {format_bytes(budget_bytes)}")
         if profile.allocator is not None:
-            text = f"reserved {format_bytes(profile.allocator.reserved_bytes)}"
-            _line(axes, profile.allocator.reserved_bytes, scale, ink, role="muted", text=text)
+            level = profile.allocator.reserved_bytes
+            is_crowded = budget_bytes is not None and 0 <= budget_bytes - level < 0.06 * top
+            text = f"reserved {format_bytes(level)}"
+            _line(axes, level, scale, ink, role="muted", text=text, is_below=is_crowded)
     return figure
 
 
@@ -258,15 +260,17 @@ def _phases(axes: Any, profile: MemoryProfile, top: float, ink: dict[str, str]) 
             axes.text(start, 1.095 * top, name, ha="left", va="bottom", **_text(ink, "muted", 9))
 
 
-def _line(axes: Any, num_bytes: int, scale: int, ink: dict[str, str], *, role: str, text: str) -> None:
-    """A level with its name: that of the budget stands at the right, others at the left."""
+def _line(
+    axes: Any, num_bytes: int, scale: int, ink: dict[str, str], *, role: str, text: str, is_below: bool = False
+) -> None:
+    """A level with its name above or below it: that of the budget stands at the right, others at the left."""
     is_budget = role == "budget"
     axes.axhline(num_bytes / scale, color=ink[role], lw=1.4 if is_budget else 0.9, ls=(0, (5, 3)) if is_budget else ":")
     axes.annotate(
         text,
         (1.0 if is_budget else 0.0, num_bytes / scale),
         xycoords=("axes fraction", "data"),
-        xytext=(-3 if is_budget else 3, 5),
+        xytext=(-3 if is_budget else 3, -12 if is_below else 5),
         textcoords="offset points",
         ha="right" if is_budget else "left",
         bbox={"facecolor": ink["page"], "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
