@@ -6,7 +6,7 @@ Calibrates the machine if need be (or with --calibrate), predicts each step from
 ops, then runs it. The plain step and its plans run in turn, in an order that rotates; the median of a kind's rounds is
 its time, and its overhead is the median over rounds of its time over the plain step's of that round. With one thread
 times are CPU times of this process (pages that the kernel maps included), which other processes disturb little; with
-more they are wall times: leave the machine alone then. The load average is stored with the figures.
+more, or on a GPU, they are wall times: leave the machine alone then. The load average is stored with the figures.
 
 Bars: median error at most 8 % from the roofline, 3 % from measured ops; overhead within 2 points.
 """
@@ -101,7 +101,8 @@ MODELS = {function.__name__: function for function in (gpt2, bert, llama, t5, vi
 def run_model(name, bench, rounds):
     torch.manual_seed(0)
     model, batch = MODELS[name]()
-    model.train()
+    model.to(bench.device).train()
+    batch = {key: value.to(bench.device) for key, value in batch.items()}
     target = find_target(None, "here")
     measured = ar.trace(model, batch, target="here", cost="measured")
     graphs = {"roofline": dataclasses.replace(measured, measured_s=()), "measured": measured}

@@ -157,6 +157,7 @@ def test_the_range_is_wide_where_nothing_was_measured():
     errors.append(relative_error(measured, calibrated()))
     assert errors == sorted(errors, reverse=True)
     assert relative_error(measured, calibrated(error=0.5)) == 0.5
+    assert ar.plan(graph, budget="1GiB", target=calibrated(error=0.5)).time_error == 0.5
 
 
 @pytest.fixture(scope="module")

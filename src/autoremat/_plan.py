@@ -167,6 +167,7 @@ class Plan:
             where none was computed.
         allocator: Settings of the caching allocator that reserved bytes are predicted for, as ``PYTORCH_ALLOC_CONF``
             states them; "" for torch's defaults.
+        time_error: Half-width of the range around predicted seconds, as a share of them; None where none is known.
         versions: Versions of autoremat and torch that made it.
         schema_version: Version of this file format.
 
@@ -195,6 +196,7 @@ class Plan:
     bound: float | None = None
     budget_is: Literal["allocated", "reserved"] = "allocated"
     allocator: str = ""
+    time_error: float | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     schema_version: Literal[1] = SCHEMA_VERSION
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoremat._allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
-from autoremat._cost import RegionCost, step_seconds
+from autoremat._cost import RegionCost, relative_error, step_seconds
 from autoremat._errors import BudgetInfeasible, UsageError
 from autoremat._frontier import Frontier, FrontierPoint
 from autoremat._ledger import expand, peak_bytes, price
@@ -192,6 +192,7 @@ class Planning:
             target=self.target.name,
             objective=self.objective,
             bound=bound,
+            time_error=relative_error(graph, self.target),
             budget_is=budget_is,
             allocator=self.settings.to_text(),
             versions={"autoremat": _version(), "torch": torch.__version__},

@@ -57,7 +57,8 @@ def plan_table(plan: Plan) -> Table:
     table.add_section()
     table.add_row("FLOPs", format_flops(plain.flops), _with_overhead(format_flops(planned.flops), plan.overhead_flops))
     seconds = format_seconds(planned.seconds)
-    table.add_row("step time", format_seconds(plain.seconds), _with_overhead(seconds, plan.overhead_s))
+    within = "" if plan.time_error is None else f", within {format_percent(plan.time_error)}"
+    table.add_row(f"step time{within}", format_seconds(plain.seconds), _with_overhead(seconds, plan.overhead_s))
     if plan.bound is not None and plan.gap is not None:
         what = "time" if plan.objective == "time" else "FLOPs"
         table.add_row(f"least {what} (proved)", "", f"+{format_percent(plan.bound)}, {format_percent(plan.gap)} away")
