@@ -1,6 +1,7 @@
 """Hooks of others, interrupts and wrappers around regions: each fires as in plain training, or stays outside."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -134,6 +135,46 @@ def test_keyboard_interrupt_whose_traceback_is_held():
     model(X).sum().backward()
     assert what_autograd_saves() is torch.Tensor
     del held
+
+
+@pytest.mark.parametrize("first_out", ["first", "second"])
+def test_two_threads_in_regions_of_one_model(first_out):
+    """Hooks are put aside while a region runs; they are back when the last thread has left it."""
+    fired = []
+    steps = {name: threading.Event() for name in ("first in", "second in", "first out", "second out")}
+
+    class Waits(Block):
+        def forward(self, x):
+            name = threading.current_thread().name
+            if name not in ("first", "second"):
+                return torch.tanh(self.lin(x))
+            other = "second" if name == "first" else "first"
+            steps[f"{name} in"].set()
+            steps[f"{other} in"].wait(10)
+            y = torch.tanh(self.lin(x))
+            if name != first_out:
+                steps[f"{other} out"].wait(10)
+            return y
+
+    model = Around(Waits())
+    model.blocks[0].lin.register_forward_hook(lambda m, a, o: fired.append(threading.current_thread().name))
+    ar.apply(model, Plan((Region("blocks.0"),)))
+
+    def train_once():
+        model(X).sum()
+        steps[f"{threading.current_thread().name} out"].set()
+
+    threads = [threading.Thread(target=train_once, name=name) for name in ("first", "second")]
+    threads[0].start()
+    steps["first in"].wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fired) == ["first", "second"]
+    (hook,) = model.blocks[0].lin._forward_hooks.values()
+    assert hook.__module__ == __name__
+    model(X).sum().backward()
+    assert len(fired) == 3
 
 
 @contextlib.contextmanager

@@ -175,10 +175,11 @@ class HookStandIn:
         self._hooks = hooks
         self._end = end
         self._thread = threading.get_ident()
+        self.is_over = False
 
     def __call__(self, module: nn.Module, *rest: Any) -> Any:
-        if threading.get_ident() != self._thread:
-            return self.real(module, *rest)
+        if self.is_over or threading.get_ident() != self._thread:
+            return self.hook(module, *rest)
         if self._hooks is compat.global_hooks[1]:
             self._end(module)
         return self.call(module, rest)
@@ -214,7 +215,10 @@ class Swap:
     def undo(self) -> None:
         """Put the hooks back."""
         for hooks, number, stand_in in self._done:
+            stand_in.is_over = True
             original = stand_in.hook
+            while isinstance(original, HookStandIn) and original.is_over:  # of another thread, which was faster
+                original = original.hook
             if hooks.get(number) is stand_in:  # it may have been removed meanwhile
                 hooks[number] = original
 
