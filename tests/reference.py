@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autoremat._ledger import expand, peak_bytes
-from autoremat._replay import RegionSpec, obstacle, replay
+from autoremat._replay import RegionSpec, obstacle
 from autoremat._schedule import Action
 from autoremat._step_graph import StepGraph
 from machine import Machine, run_schedule
@@ -32,8 +32,8 @@ def is_legal(graph: StepGraph, specs: Sequence[RegionSpec]) -> bool:
 
 
 def cost_of(graph: StepGraph, specs: Sequence[RegionSpec], op_cost: Sequence[float]) -> float:
-    """What recompute of these regions costs."""
-    return sum(op_cost[index] for spec in specs for index in replay(graph, spec).ops)
+    """What recompute of these regions costs, those inside included."""
+    return sum(op_cost[event.op] for event in expand(graph, specs).events if event.action is Action.RECOMPUTE)
 
 
 def live_before(graph: StepGraph, specs: Sequence[RegionSpec], op: int) -> int:

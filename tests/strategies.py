@@ -124,11 +124,18 @@ class Tape:
                 "start": len(self.ops),
                 "end": -1,
                 "inputs": inputs,
+                "links": self._links(inputs),
             }
         )
         self.numbers[path] = self.numbers.get(path, 0) + 1
         self.stack.append(index)
         return index
+
+    def _links(self, inputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Arguments that the last call with the same parent to return them returned."""
+        parent = self.stack[-1] if self.stack else -1
+        makers = {s: c["index"] for c in self.calls if c["parent"] == parent for s in c.get("outputs", ())}
+        return tuple((s, makers[s]) for s in inputs if s in makers)
 
     def leave(self, *outputs: int) -> None:
         """Return from the innermost call; its arguments and results were referred to up to here."""

@@ -80,8 +80,8 @@ def run(monkeypatch, capsys):
 OPTIONS = {
     "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --json --objective "
     "--optimizer --output --precision --scaler --seq --shard --target -o model",
-    "frontier": "--accumulate --batch --ddp --ema --json --objective --optimizer --output --points --precision "
-    "--scaler --seq --shard --target -o model",
+    "frontier": "--accumulate --batch --classic --ddp --ema --json --objective --optimizer --output --points "
+    "--precision --scaler --seq --shard --target -o model",
     "verify": "--against-fp32 --batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq "
     "--target model",
     "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
@@ -127,8 +127,10 @@ def test_plan_prints_json_and_nothing_else(run, models):
 
 def test_frontier_prints_a_table_and_writes_the_curve(run, models, tmp_path):
     output = tmp_path / "curve.json"
-    code, out, err = run("frontier", f"{models}:chain", "--points", "8", "-o", str(output))
+    code, out, err = run("frontier", f"{models}:chain", "--points", "8", "--classic", "-o", str(output))
     assert (code, err) == (0, "")
+    assert "schedules by name" in out
+    assert "save:attention+matmuls" in out
     assert "no schedule within that peak costs less" in out
     curve = json.loads(output.read_text())
     assert 2 <= len(curve["points"]) <= 8

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoremat as ar
 from autoremat import Frontier, FrontierPoint
-from autoremat._tables import frontier_table
+from autoremat._tables import classics_table, frontier_table
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,22 @@ def test_time_is_minimised_for_a_target(graph):
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_schedules_by_name_are_priced_like_plans(graph):
+    curve = ar.frontier(graph, num_points=4, classics=True)
+    assert [named.name for named in curve.classics][:2] == ["none", "every-block"]
+    for named in curve.classics:
+        plan = ar.classic(graph, named.name)
+        assert (plan.planned.peak_bytes, plan.overhead_flops) == (named.peak_bytes, named.overhead_flops)
+        assert plan.budget_bytes is plan.bound is plan.smallest_bytes is None
+    assert len(classics_table(curve).rows) == len(curve.classics)
+    assert curve.classics[0].peak_bytes == curve.plain_bytes
+
+
+def test_an_unknown_schedule_is_refused_with_the_names(graph):
+    with pytest.raises(ar.UsageError, match="every-block, every:2, uniform:2, sqrt"):
+        ar.classic(graph, "all")
+
+
 def test_bad_options_are_refused_before_tracing():
     with pytest.raises(ar.UsageError, match="at least 2 points"):
         ar.frontier(nn.Linear(1, 1), torch.ones(1, 1), num_points=1)
@@ -82,7 +98,10 @@ def test_bad_options_are_refused_before_tracing():
 
 def test_json_has_all_but_the_plans(curve):
     read = json.loads(curve.to_json())
-    assert set(read) == {"points", "plain_bytes", "smallest_bytes", "static_bytes", "model", "target", "objective"}
+    assert set(read) == {
+        *("points", "classics", "plain_bytes", "smallest_bytes", "static_bytes", "model", "target", "objective")
+    }
+    assert read.pop("classics") == []
     assert [FrontierPoint(**point) for point in read.pop("points")] == list(curve.points)
     assert Frontier(points=curve.points, **read) == curve
 

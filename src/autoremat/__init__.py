@@ -7,7 +7,7 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from autoremat._advice import Advice, AdviceRow
     from autoremat._advise import advise
-    from autoremat._api import distribute, frontier, plan, profile, trace
+    from autoremat._api import classic, distribute, frontier, plan, profile, trace
     from autoremat._calibrate import calibrate
     from autoremat._calibration import Calibration
     from autoremat._data_parallel import DataParallel
@@ -24,7 +24,7 @@ if _TYPE_CHECKING:
         UsageError,
     )
     from autoremat._fake import fake_weights
-    from autoremat._frontier import Frontier, FrontierPoint
+    from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
     from autoremat._measure import measure
     from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "_advice": ("Advice", "AdviceRow"),
     "_advise": ("advise",),
-    "_api": ("distribute", "frontier", "plan", "profile", "trace"),
+    "_api": ("classic", "distribute", "frontier", "plan", "profile", "trace"),
     "_calibrate": ("calibrate",),
     "_calibration": ("Calibration",),
     "_data_parallel": ("DataParallel",),
@@ -58,7 +58,7 @@ _HOMES = {
         "UsageError",
     ),
     "_fake": ("fake_weights",),
-    "_frontier": ("Frontier", "FrontierPoint"),
+    "_frontier": ("Frontier", "FrontierPoint", "NamedPoint"),
     "_measure": ("measure",),
     "_plan": ("OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
@@ -87,6 +87,7 @@ __all__ = [
     "FrontierPoint",
     "LossError",
     "MemoryProfile",
+    "NamedPoint",
     "OpCall",
     "Plan",
     "PlanError",
@@ -108,6 +109,7 @@ __all__ = [
     "calibrate",
     "checkpoint",
     "checkpoint_sequential",
+    "classic",
     "distribute",
     "explain",
     "fake_weights",

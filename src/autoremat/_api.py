@@ -1,4 +1,4 @@
-"""The verbs trace, plan, frontier and profile: each takes a model and a batch, or what an earlier verb made."""
+"""The verbs from trace to profile: each takes a model and a batch, or what an earlier verb made."""
 
 from __future__ import annotations
 
@@ -247,6 +247,7 @@ def frontier(
     batch: Batch | None = None,
     *,
     num_points: int = 64,
+    classics: bool = False,
     objective: Objective | None = None,
     target: str | Target | None = None,
     progress: Progress | None = None,
@@ -258,6 +259,7 @@ def frontier(
         model: A model, or a step that `trace` returned.
         batch: The batch, with a model; not with a step.
         num_points: Most points to find; they lie closest where overhead changes most.
+        classics: Price the schedules of `classic` too, one of each kind.
         objective: As for `plan`.
         target: As for `plan`.
         progress: Called with a label and a fraction done.
@@ -287,9 +289,49 @@ def frontier(
         graph, find_target(model, target, graph.device_kind), choose_objective(graph, target, objective)
     )
     report("walking along the frontier", 0.3)
-    found = planning.frontier(num_points)
+    found = planning.frontier(num_points, with_classics=classics)
     report("done", 1.0)
     return found
+
+
+def classic(graph: StepGraph, name: str, *, target: str | Target | None = None) -> Plan:
+    """A schedule that people use by name, as a plan: to compare with, or to run.
+
+    - ``"none"``: nothing is recomputed.
+    - ``"every-block"``: each repeated layer is a region, as ``gradient_checkpointing=True`` does.
+    - ``"every:n"``: every n-th layer is one.
+    - ``"uniform:k"`` and ``"sqrt"``: segments of k layers, or of the square root of their number.
+    - ``"recursive"``: halves of halves, which takes logarithmically little memory and logarithmically much time.
+    - ``"save:attention"``, ``"save:matmuls"``, ``"save:attention+matmuls"``: each layer is a region that stores the
+      outputs of these operators, as torch's selective checkpointing policies do (but ops that only stored ones need do
+      not run again).
+
+    Args:
+        graph: A step that `trace` returned.
+        name: Which.
+        target: Device whose speed gives the times; the graph's own kind if None.
+
+    Returns:
+        The plan, with its predicted peak and overhead, and without a budget or a bound.
+
+    Raises:
+        UsageError: If there is no schedule of that name.
+
+    Example:
+        >>> import torch
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        ...     def forward(self, x):
+        ...         return self.down(self.up(x).relu())
+        >>> model = nn.Sequential(*[Block() for _ in range(9)])
+        >>> graph = trace(model, torch.ones(64, 8), loss=lambda y: y.sum())
+        >>> [len(classic(graph, name).regions) for name in ("none", "every-block", "every:3", "sqrt")]
+        [0, 9, 3, 3]
+    """
+    objective = choose_objective(graph, target, None)
+    return Planning(graph, find_target(None, target, graph.device_kind), objective).classic(name)
 
 
 def profile(

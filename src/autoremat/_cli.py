@@ -134,6 +134,7 @@ def frontier(
     batch: BatchOption = None,
     seq: SeqOption = None,
     points: Annotated[int, typer.Option(min=2, help="Most plans to find.")] = 64,
+    classic: Annotated[bool, typer.Option("--classic", help="Compare with schedules known by name.")] = False,
     target: TargetOption = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
@@ -158,6 +159,7 @@ def frontier(
             built.batch,
             loss=built.loss,
             num_points=points,
+            classics=classic,
             progress=report,
             target=target,
             precision=_autocast(precision),
@@ -171,6 +173,8 @@ def frontier(
     if output is not None:
         _write(curve.to_json() + "\n", output, what="frontier")
     _print(curve.to_json() if json else _tables.frontier_table(curve), json=json)
+    if classic and not json:
+        _print(_tables.classics_table(curve), json=False)
 
 
 @app.command()

@@ -34,6 +34,23 @@ class FrontierPoint(JsonResult):
 
 
 @dataclass(frozen=True, slots=True)
+class NamedPoint(JsonResult):
+    """A schedule that is known by name, priced like a plan on the frontier.
+
+    Attributes:
+        name: As `autoremat.classic` knows it.
+        peak_bytes: Predicted peak of the step.
+        overhead_flops: Recomputed FLOPs over those of the plain step.
+        overhead_s: Predicted extra time over that of the plain step.
+    """
+
+    name: str
+    peak_bytes: int
+    overhead_flops: float
+    overhead_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Frontier(JsonResult):
     """Plans of one step for all budgets, from the smallest possible peak to no checkpointing.
 
@@ -45,6 +62,7 @@ class Frontier(JsonResult):
         model: Class name of the model.
         target: Device that times are predicted for.
         objective: What was minimised: "time" or "flops".
+        classics: Schedules by name, to compare with, if they were asked for.
 
     Example:
         >>> Frontier(points=(FrontierPoint(8, 0.0, 0.0, 0.0, 0),), plain_bytes=8, smallest_bytes=8, model="Net")
@@ -58,6 +76,7 @@ class Frontier(JsonResult):
     model: str = ""
     target: str = ""
     objective: str = "flops"
+    classics: tuple[NamedPoint, ...] = ()
     make_plan: Callable[[int], Plan] | None = field(default=None, repr=False, compare=False)
 
     def plan(self, budget: int | str) -> Plan:
@@ -85,8 +104,9 @@ class Frontier(JsonResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The frontier as plain dicts, lists and numbers."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("points", "make_plan")}
-        return named | {"points": [point.to_dict() for point in self.points]}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "make_plan"}
+        lists = {name: [point.to_dict() for point in named[name]] for name in ("points", "classics")}
+        return named | lists
 
     def __repr__(self) -> str:
         first = self.points[0]

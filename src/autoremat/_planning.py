@@ -16,7 +16,7 @@ from torch import nn
 from autoremat._allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
 from autoremat._cost import RegionCost, relative_error, step_seconds
 from autoremat._errors import BudgetInfeasible, UsageError
-from autoremat._frontier import Frontier, FrontierPoint
+from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
 from autoremat._ledger import expand, peak_bytes, price
 from autoremat._plan import Plan, Prediction
 from autoremat._regions import describe_all
@@ -27,7 +27,7 @@ from autoremat._schedule import Action
 from autoremat._step_graph import StepGraph
 from autoremat._targets import HERE, Target, find_by_title, get_target, this_machine
 from autoremat._units import format_bytes
-from autoremat.solve import Planner, Solution
+from autoremat.solve import CLASSIC_NAMES, Planner, Solution, classic_regions
 
 Objective = Literal["time", "flops"]
 BudgetKind = Literal["allocated", "reserved"]
@@ -57,12 +57,15 @@ class Planning:
         self.total_cost = max(sum(self.op_cost), 1e-30)
         self._recomputed: dict[tuple[RegionSpec, ...], tuple[int, float]] = {}
         self.region_cost = RegionCost(graph, target)
-        self.planner = Planner(
-            graph,
-            op_cost=self.op_cost,
-            price=self._price,
-            region_cost=self.region_cost if objective == "time" else None,
-        )
+        self._planner: Planner | None = None
+
+    @property
+    def planner(self) -> Planner:
+        """The planner; its setup is the work."""
+        if self._planner is None:
+            around = self.region_cost if self.objective == "time" else None
+            self._planner = Planner(self.graph, op_cost=self.op_cost, price=self._price, region_cost=around)
+        return self._planner
 
     def _price(self, specs: Sequence[RegionSpec]) -> int:
         """Peak of the step with these regions; what they recompute is written down on the way."""
@@ -112,8 +115,34 @@ class Planning:
             smallest_bytes=usage.reserved_bytes,
         )
 
-    def frontier(self, num_points: int) -> Frontier:
-        """Plans for all budgets."""
+    def classic(self, name: str) -> Plan:
+        """A schedule that is known by name, as a plan without a budget.
+
+        Raises:
+            UsageError: If there is none of that name.
+        """
+        specs = classic_regions(self.graph, name)
+        if specs is None:
+            raise UsageError(
+                f"No schedule {name!r}. There are {', '.join(CLASSIC_NAMES)}, with any positive number after a colon; "
+                "what follows save: is joined by +."
+            )
+        return self.make_plan(specs)
+
+    def _named_point(self, name: str) -> NamedPoint:
+        specs = classic_regions(self.graph, name)
+        assert specs is not None, "every name in the list is known"
+        found = price(self.graph, expand(self.graph, specs), self.op_seconds)
+        around_s = self.region_cost.total(specs)
+        return NamedPoint(
+            name=name,
+            peak_bytes=found.peak_bytes,
+            overhead_flops=found.flops / max(1, self.graph.flops) - 1,
+            overhead_s=(found.step_s + around_s) / max(1e-30, sum(self.op_seconds)) - 1,
+        )
+
+    def frontier(self, num_points: int, *, with_classics: bool = False) -> Frontier:
+        """Plans for all budgets, with schedules known by name beside them if they are asked for."""
         curve = self.planner.frontier(num_points)
         return Frontier(
             points=tuple(self._point(solution) for solution in curve),
@@ -123,6 +152,7 @@ class Planning:
             model=self.graph.model,
             target=self.target.name,
             objective=self.objective,
+            classics=tuple(map(self._named_point, CLASSIC_NAMES)) if with_classics else (),
             make_plan=self.plan,
         )
 
@@ -156,8 +186,8 @@ class Planning:
     def make_plan(
         self,
         specs: Sequence[RegionSpec],
-        budget_bytes: int | None,
-        bound: float | None,
+        budget_bytes: int | None = None,
+        bound: float | None = None,
         *,
         budget_is: BudgetKind = "allocated",
     ) -> Plan:
@@ -179,7 +209,7 @@ class Planning:
             budget_bytes=budget_bytes,
             plain=_prediction(plain),
             planned=_prediction(planned),
-            smallest_bytes=self.planner.smallest_bytes,
+            smallest_bytes=None if self._planner is None else self._planner.smallest_bytes,
             static_bytes=graph.static_bytes,
             model=graph.model,
             model_signature=graph.model_signature,

@@ -122,6 +122,29 @@ def frontier_table(curve: Frontier) -> Table:
     return table
 
 
+def classics_table(curve: Frontier) -> Table:
+    """Schedules by name beside the cheapest plan of the frontier whose peak is no higher.
+
+    Args:
+        curve: With `Frontier.classics`.
+    """
+    table = Table(title="schedules by name", title_justify="left", title_style="bold")
+    for name in ("schedule", "peak", "of plain", "extra FLOPs", "extra time", "ours: FLOPs", "ours: time"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for named in curve.classics:
+        ours = curve.point(named.peak_bytes)
+        table.add_row(
+            named.name,
+            format_bytes(named.peak_bytes),
+            f"{curve.share(named.peak_bytes):.3f}",
+            f"+{format_percent(named.overhead_flops)}",
+            f"+{format_percent(named.overhead_s)}",
+            "none" if ours is None else f"+{format_percent(ours.overhead_flops)}",
+            "none" if ours is None else f"+{format_percent(ours.overhead_s)}",
+        )
+    return table
+
+
 def live_rows(items: Iterable[LiveItem], *, limit: int = MAX_LIVE_ROWS) -> list[tuple[str, str, str, int, int]]:
     """What is alive at a peak in words: cause, module, maker, storages and bytes; like modules together, largest first.
 

@@ -11,6 +11,7 @@ from autoremat._step_graph import StepGraph
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._options import Option, enumerate_options
 from autoremat.solve._segments import find_segments
+from autoremat.solve._units import Inner
 from reference import all_kept_sets, cost_of, is_legal, live_before
 from strategies import Recipe, build_step, recipes, scaled
 
@@ -18,10 +19,15 @@ EVERY_LIMIT = 200
 """More points than a small region has bytes: the whole frontier."""
 
 
+def single_calls(graph: StepGraph, op_cost: list[float]) -> list[Inner]:
+    candidates = find_segments(collect_facts(graph, op_cost)).candidates
+    return [c.members[0] for c in candidates if len(c.members[0].calls) == 1]
+
+
 def options_of(graph: StepGraph, op_cost: list[float]) -> tuple[int, list[Option]]:
     facts = collect_facts(graph, op_cost)
-    inner = find_segments(facts).candidates[0].members[0]
-    return inner.call, enumerate_options(facts, inner, op_cost, max_points=EVERY_LIMIT)
+    inner = single_calls(graph, op_cost)[0]
+    return inner.calls[0], enumerate_options(facts, inner, op_cost, max_points=EVERY_LIMIT)
 
 
 def costs_of(graph: StepGraph, objective: str) -> list[float]:
@@ -38,7 +44,7 @@ small = settings(
 def test_no_legal_choice_beats_an_option_at_its_own_bytes(recipe: Recipe, objective: str) -> None:
     graph = build_step((("h.0", recipe), ("g.0", (("linear", 0, 2),))))
     op_cost = costs_of(graph, objective)
-    assume(find_segments(collect_facts(graph, op_cost)).candidates)
+    assume(single_calls(graph, op_cost))
     call, options = options_of(graph, op_cost)
     turn = next(op.index for op in graph.ops if op.name == "aten.log_softmax.default")
     asked = min(r.unpacked for r in graph.saved if r.call == call and r.unpacked is not None)
@@ -64,7 +70,7 @@ def test_no_legal_choice_beats_an_option_at_its_own_bytes(recipe: Recipe, object
 @given(recipes(max_ops=5), st.sampled_from((0, 1)))
 def test_bytes_of_an_option_are_those_of_the_ledger(recipe: Recipe, rng_state_bytes: int) -> None:
     graph = build_step((("h.0", recipe), ("g.0", (("linear", 0, 2),))), rng_state_bytes=rng_state_bytes)
-    assume(find_segments(collect_facts(graph, costs_of(graph, "flops"))).candidates)
+    assume(single_calls(graph, costs_of(graph, "flops")))
     call, options = options_of(graph, costs_of(graph, "flops"))
     turn = next(op.index for op in graph.ops if op.name == "aten.log_softmax.default")
     plain = live_before(graph, [], turn)

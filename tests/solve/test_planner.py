@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 
@@ -27,7 +28,7 @@ TRANSFORMER: Recipe = (
 )
 """Shaped like a block of GPT-2, sizes in units of a quarter of the residual stream."""
 
-slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
 
 def flops_of(graph: StepGraph) -> list[float]:
@@ -47,6 +48,11 @@ def budget_at(planner: Planner, share: float) -> int:
 
 def stack(num_blocks: int, **more: int) -> StepGraph:
     return build_step(tuple((f"h.{i}", TRANSFORMER) for i in range(num_blocks)), loss_bytes=20, **more)
+
+
+def without_spans(graph: StepGraph) -> StepGraph:
+    """The same step with every argument made anew: single calls can be regions, spans cannot."""
+    return dataclasses.replace(graph, calls=tuple(dataclasses.replace(call, links=()) for call in graph.calls))
 
 
 @slow
@@ -72,7 +78,7 @@ def test_the_bound_is_not_above_the_plan(graph: StepGraph, share: float) -> None
 @slow
 @given(st.lists(recipes(max_ops=3, nested=False), min_size=1, max_size=2), st.floats(0, 1))
 def test_bound_optimum_and_plan_are_in_order(blocks: list[Recipe], share: float) -> None:
-    graph = build_step(tuple((f"{'hg'[i]}.{i}", recipe) for i, recipe in enumerate(blocks)))
+    graph = without_spans(build_step(tuple((f"{'hg'[i]}.{i}", recipe) for i, recipe in enumerate(blocks))))
     planner = planner_of(graph)
     budget = budget_at(planner, share)
     solution = planner.plan(budget)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from autoremat._step_graph import StepGraph
 from autoremat.solve._facts import Facts, collect_facts
@@ -22,16 +21,39 @@ def segments_of(graph: StepGraph) -> tuple[Facts, Segments]:
 
 
 def paths_of(graph: StepGraph) -> list[str]:
-    return [graph.calls[c.members[0].call].path for c in segments_of(graph)[1].candidates]
+    """Paths of the single calls among the candidates."""
+    single = [c.members[0].calls for c in segments_of(graph)[1].candidates if len(c.members[0].calls) == 1]
+    return [graph.calls[call].path for (call,) in single]
 
 
 def test_blocks_and_their_parts_are_candidates_and_equal_ones_are_of_a_kind() -> None:
     graph = build_step((("h.0", BLOCK), ("h.1", BLOCK), ("g.2", MLP)))
     assert paths_of(graph) == ["h.0", "h.0.1", "h.1", "h.1.1", "g.2"]
-    kinds = [c.kind for c in segments_of(graph)[1].candidates]
+    kinds = [c.kind for c in segments_of(graph)[1].candidates if len(c.members[0].calls) == 1]
     assert kinds[0] == kinds[2]
     assert kinds[1] == kinds[3]
     assert len(set(kinds)) == 3
+
+
+def test_spans_are_candidates_where_they_drop_more_than_their_parts() -> None:
+    graph = build_step((("h.0", BLOCK), ("h.1", BLOCK), ("g.2", MLP)))
+    segments = segments_of(graph)[1]
+    spans = [c.members[0].calls for c in segments.candidates if len(c.members[0].calls) > 1]
+    assert [[graph.calls[call].path for call in calls] for calls in spans] == [
+        ["h.0", "h.1"],
+        ["h.0", "h.1", "g.2"],
+        ["h.1", "g.2"],
+    ]
+    nests = [[graph.calls[call].path for call in nest.members[0]] for nest in segments.nests]
+    assert ["h.0", "h.1", "g.2"] in nests
+    assert ["g.2"] not in nests
+
+
+def test_a_span_ends_where_a_call_gets_something_else() -> None:
+    graph = build_step((("h.0", BLOCK), ("h.1", BLOCK)))
+    calls = tuple(dataclasses.replace(call, links=()) for call in graph.calls)
+    segments = segments_of(dataclasses.replace(graph, calls=calls))[1]
+    assert all(len(c.members[0].calls) == 1 for c in segments.candidates)
 
 
 def test_a_stack_is_left_to_its_blocks() -> None:
@@ -80,14 +102,18 @@ def test_a_call_that_differs_between_micro_steps_is_none() -> None:
     assert paths_of(dataclasses.replace(graph, calls=tuple(calls))) == ["h.0"]
 
 
-@given(step_graphs(max_blocks=5), st.data())
-def test_candidates_cover_consecutive_leaves(graph: StepGraph, data: st.DataObject) -> None:
+@given(step_graphs(max_blocks=5))
+def test_candidates_lie_between_their_positions(graph: StepGraph) -> None:
     facts, segments = segments_of(graph)
-    assert [leaf.first for leaf in segments.leaves] == list(range(len(segments.leaves)))
+    for clocks in segments.clocks:
+        assert list(clocks) == sorted(clocks)
     for candidate in segments.candidates:
-        calls = facts.graph.subtree(candidate.members[0].call)
-        inside = [i for i, leaf in enumerate(segments.leaves) if leaf.members[0].call in calls]
-        assert inside == list(range(candidate.first, candidate.stop)) != []
+        for clocks, member in zip(segments.clocks, candidate.members, strict=True):
+            assert (clocks[candidate.start], clocks[candidate.stop]) == (member.start, member.end)
+    for nest in segments.nests:
+        for clocks, calls in zip(segments.clocks, nest.members, strict=True):
+            assert clocks[nest.start] == facts.graph.calls[calls[0]].start
+            assert clocks[nest.stop] == facts.graph.calls[calls[-1]].end
 
 
 @given(step_graphs())

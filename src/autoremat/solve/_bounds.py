@@ -1,18 +1,26 @@
 """A proved lower limit on the cost of recomputation at a budget.
 
-At the turn from forward to backward, memory holds some set X of forward's results. Whatever backward still needs and X
-does not hold runs again, and so does what that needs and X does not hold, and so on: planner formulation 1 over the
-whole forward, with everything that is alive for other reasons for free. The optimum of its linear relaxation is a
-limit for *every* schedule that runs the same forward and backward ops in the same order and may recompute any op
-alone, whatever regions, nesting or stored outputs it uses.
+While an op of backward runs, memory holds some set X of forward's results. Whatever backward still needs and X does
+not hold runs again, and so does what that needs and X does not hold, and so on: planner formulation 1 over the whole
+forward, with everything that is alive for other reasons for free. The optimum of its linear relaxation is a limit for
+*every* schedule that runs the same forward and backward ops in the same order and may recompute any op alone, whatever
+regions, nesting or stored outputs it uses. It is computed at the turn from forward to backward and at the events of
+backward where least can be freed; the highest counts.
 
-Known limits: one event is looked at in each micro-step, so budgets that bind elsewhere (in the backward of a huge
-block, in the optimizer) get a limit that is true but low. Offloading and casting are outside the claim.
+The optimum is a convex function of the budget. It is computed at the budgets of a fixed grid, with its slopes there,
+which are limits everywhere: what is said of a budget does not depend on which others were asked for. Small programs are
+solved in integers instead, for each budget.
+
+Known limits: one event is looked at at a time, so the memory that recomputes themselves take is not counted, nor are
+second recomputes. Offloading and casting are outside the claim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from autoremat._step_graph import SavedTensor
 from autoremat.solve._facts import Facts
@@ -21,6 +29,13 @@ from autoremat.solve._units import Inner, Unit, build_units
 
 _TURN_OPS = 12
 """How many ops of backward the turn takes in: the loss has its largest tensors there."""
+MAX_EVENTS = 24
+_MAX_UNITS = 24_000
+"""Events of backward that are looked at, fewer where each is a large program."""
+_SMALL = 40
+"""Programs of at most this many units are solved in integers: where there is little to choose, relaxing is weak."""
+GRID = 48
+"""Budgets between the smallest and the plain peak at which programs are solved."""
 _SAFETY = 1e-6
 """Share of the cost of forward by which a computed limit is lowered: the solver's tolerances."""
 
@@ -31,39 +46,54 @@ class Bound:
     Args:
         facts: The step.
         op_cost: Cost of each op.
+        low: Smallest budget of interest, bytes.
+        high: Largest; beyond it nothing needs to be recomputed.
     """
 
-    def __init__(self, facts: Facts, op_cost: Sequence[float]) -> None:
+    def __init__(self, facts: Facts, op_cost: Sequence[float], low: int, high: int) -> None:
         roots = [call.index for call in facts.graph.calls if call.parent == -1]
-        turns = [_turn(facts, root, op_cost) for root in roots]
-        self._turns = [turn for turn in turns if turn is not None]
+        self._steps = [_events(facts, root, op_cost) for root in roots]
+        self._low, self._width = low, max(1, -(-(high - low) // GRID))
 
     def at(self, budget_bytes: int) -> float:
         """Least cost of the recomputes of any schedule within a budget; infinite if there is none."""
-        return sum(turn.least_cost(budget_bytes) for turn in self._turns)
+        cell = min(max(0, (budget_bytes - self._low) // self._width), GRID - 1)
+        grid = [self._low + position * self._width for position in (cell, cell + 1)]
+        return sum(max((e.least_cost(budget_bytes, grid) for e in events), default=0.0) for events in self._steps)
 
 
-class _Turn:
-    """The linear program at the turn of one micro-step."""
+class _Event:
+    """The linear program at one op of backward."""
 
     def __init__(self, units: list[Unit], fixed_bytes: int) -> None:
         self._fixed_bytes = fixed_bytes
         self._total_bytes = sum(sum(unit.bytes_of.values()) for unit in units)
         self._total_cost = sum(unit.cost for unit in units)
-        self._program = Program(units, tie_break=0.0, is_integer=False)
+        self._is_small = len(units) <= _SMALL
+        self._program = Program(units, tie_break=0.0, is_integer=self._is_small)
+        self._lines: dict[int, tuple[int, float, float]] = {}
 
-    def least_cost(self, budget_bytes: int) -> float:
-        """Optimum of the relaxation, lowered by the solver's tolerance."""
+    def least_cost(self, budget_bytes: int, grid: Sequence[int]) -> float:
+        """A limit from the optima of the relaxation at other budgets, lowered by the solver's tolerance."""
         free_bytes = budget_bytes - self._fixed_bytes
         if free_bytes < 0:
             return float("inf")
         if free_bytes >= self._total_bytes:
             return 0.0
-        return max(0.0, self._program.optimum(free_bytes) - _SAFETY) * self._total_cost
+        lines = [self._line(free_bytes if self._is_small else budget - self._fixed_bytes) for budget in grid]
+        least = max(value + slope * (free_bytes - at) for at, value, slope in lines)
+        return max(0.0, least - _SAFETY) * self._total_cost
+
+    def _line(self, free_bytes: int) -> tuple[int, float, float]:
+        """Free bytes, optimum there and its slope (none for the integer program, which is solved for each budget)."""
+        free_bytes = max(0, free_bytes)
+        if free_bytes not in self._lines:
+            self._lines[free_bytes] = (free_bytes, *self._program.optimum(free_bytes))
+        return self._lines[free_bytes]
 
 
-def _turn(facts: Facts, root: int, op_cost: Sequence[float]) -> _Turn | None:
-    """Set up the turn of a micro-step, at the event where most bytes cannot be freed; None without a backward."""
+def _events(facts: Facts, root: int, op_cost: Sequence[float]) -> list[_Event]:
+    """The turn of a micro-step and the fullest events of its backward; none without a backward."""
     graph = facts.graph
     span = graph.calls[root]
     inside = facts.born_in(span.start, span.end)
@@ -71,25 +101,77 @@ def _turn(facts: Facts, root: int, op_cost: Sequence[float]) -> _Turn | None:
     unpacked = [r.unpacked for found in records.values() for r in found if r.unpacked is not None]
     first = min((clock for clock in unpacked if clock >= span.end), default=None)
     if first is None:
-        return None
+        return []
     end_of_step = next(end for start, end in facts.spans if start <= span.start < end)
-    stop = min(first + _TURN_OPS, end_of_step)
-    fixed = {c: _fixed_bytes(facts, records, c) for c in range(span.end - 1, stop)}
-    clock = max(fixed, key=lambda c: fixed[c])
+    last = min(max(unpacked), end_of_step - 1)
+    num_parts = max(1, min(MAX_EVENTS, _MAX_UNITS // max(1, len(inside))))
+    step = -(-(last + 1 - span.end) // num_parts)
+    turn = min(first + _TURN_OPS, last) if step > 1 else span.end
+    parts = [range(span.end - 1, turn), *(range(at, min(at + step, last + 1)) for at in range(turn, last + 1, step))]
+    fixed = _FixedBytes(facts, records)
+    return [_event(facts, root, records, fixed.highest(part), op_cost) for part in parts]
+
+
+def _event(
+    facts: Facts,
+    root: int,
+    records: dict[int, list[SavedTensor]],
+    highest: tuple[int, int],
+    op_cost: Sequence[float],
+) -> _Event:
+    clock, fixed_bytes = highest
+    span = facts.graph.calls[root]
     needed = frozenset(s for s, found in records.items() if any((r.unpacked or 0) > clock for r in found))
-    alive = frozenset(s for s in inside if not _is_freeable(facts, records[s], s, clock))
-    never, always = -1, len(graph.ops)
+    alive = frozenset(s for s in records if not _is_freeable(facts, records[s], s, clock))
+    never, always = -1, len(facts.graph.ops)
     inner = Inner(
-        call=root,
+        calls=(root,),
+        start=span.start,
+        end=span.end,
         at=always,
         needed=needed,
-        deaths={s: always if s in alive else never for s in inside},
+        deaths={s: always if s in alive else never for s in records},
         pinned=alive,
     )
     units = build_units(facts, inner, op_cost)
     for unit in units:
         _relax(facts, unit, op_cost)
-    return _Turn(units, fixed[clock])
+    return _Event(_reached(units), fixed_bytes)
+
+
+def _reached(units: Sequence[Unit]) -> list[Unit]:
+    """The units that backward needs from here on, and those that they need."""
+    home = {s: unit for unit in units for s in unit.bytes_of}
+    queue = [unit for unit in units if unit.needed]
+    found = {id(unit) for unit in queue}
+    while queue:
+        for s in queue.pop().reads:
+            if s in home and id(home[s]) not in found:
+                found.add(id(home[s]))
+                queue.append(home[s])
+    return [unit for unit in units if id(unit) in found]
+
+
+class _FixedBytes:
+    """Bytes alive while an op of backward runs that no schedule can free."""
+
+    def __init__(self, facts: Facts, records: dict[int, list[SavedTensor]]) -> None:
+        num_ops = len(facts.graph.ops)
+        change = np.zeros(num_ops + 1, np.int64)
+        for s, found in records.items():
+            size = facts.graph.storages[s].num_bytes
+            edges = [facts.graph.storages[s].last_ref, facts.deaths[s]]
+            edges += [clock for r in found if r.unpacked is not None for clock in (r.unpacked, r.released)]
+            for start, stop in pairwise(sorted(edges)):
+                if start < min(stop, num_ops) and facts.deaths[s] > start and _is_freeable(facts, found, s, start):
+                    change[start] += size
+                    change[min(stop, num_ops)] -= size
+        self._fixed = facts.during - np.cumsum(change)[:num_ops]
+
+    def highest(self, clocks: range) -> tuple[int, int]:
+        """The clock at which most bytes cannot be freed, and how many."""
+        at = clocks.start + int(np.argmax(self._fixed[clocks.start : clocks.stop]))
+        return at, int(self._fixed[at])
 
 
 def _is_freeable(facts: Facts, records: Sequence[SavedTensor], storage: int, clock: int) -> bool:
@@ -97,12 +179,6 @@ def _is_freeable(facts: Facts, records: Sequence[SavedTensor], storage: int, clo
     if facts.graph.storages[storage].last_ref > clock or facts.graph.storages[storage].born >= clock:
         return False
     return not any(r.unpacked is not None and r.unpacked <= clock < r.released for r in records)
-
-
-def _fixed_bytes(facts: Facts, records: dict[int, list[SavedTensor]], clock: int) -> int:
-    """Bytes alive while an op runs that no schedule can free."""
-    freeable = (s for s, found in records.items() if facts.deaths[s] > clock and _is_freeable(facts, found, s, clock))
-    return int(facts.during[clock]) - sum(facts.graph.storages[s].num_bytes for s in freeable)
 
 
 def _relax(facts: Facts, unit: Unit, op_cost: Sequence[float]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +31,7 @@ class Facts:
         records_of: What autograd saved, by storage.
         saved_at: What autograd saved, by innermost module call.
         mutated_at: Ops that write a storage in place, by storage, in order.
+        changes: Clock and storage of each in-place write in forward and backward to what is no parameter or buffer.
         during: Live bytes of the plain step while each op runs.
         between: Live bytes of the plain step just before each op, and at the end.
         spans: First and last clock of each micro-step, backward included.
@@ -43,6 +44,7 @@ class Facts:
     records_of: dict[int, list[SavedTensor]]
     saved_at: dict[int, list[SavedTensor]]
     mutated_at: dict[int, list[int]]
+    changes: tuple[tuple[int, int], ...]
     during: Bytes
     between: Bytes
     spans: tuple[tuple[int, int], ...]
@@ -54,18 +56,27 @@ class Facts:
         first, last = bisect_left(self.births, (start, -1)), bisect_left(self.births, (stop, -1))
         return [storage for _, storage in self.births[first:last]]
 
-    def saved_in(self, call: int) -> list[SavedTensor]:
-        """What autograd saved during a module call and the calls below it."""
-        return [record for c in self.graph.subtree(call) for record in self.saved_at.get(c, ())]
+    def saved_in(self, *calls: int) -> list[SavedTensor]:
+        """What autograd saved during module calls and the calls below them."""
+        return [r for call in calls for c in self.graph.subtree(call) for r in self.saved_at.get(c, ())]
 
-    def first_unpack(self, call: int) -> int | None:
-        """Clock at which backward first reads what was saved in a call; None if it never does."""
-        return min((r.unpacked for r in self.saved_in(call) if r.unpacked is not None), default=None)
+    def first_unpack(self, *calls: int) -> int | None:
+        """Clock at which backward first reads what was saved in module calls; None if it never does."""
+        return min((r.unpacked for r in self.saved_in(*calls) if r.unpacked is not None), default=None)
 
-    def death_without(self, storage: int, calls: range) -> int:
+    def death_without(self, storage: int, calls: Container[int]) -> int:
         """When a storage would die if autograd did not hold it for these calls."""
         others = (r.released for r in self.records_of.get(storage, ()) if r.call not in calls)
         return max(self.graph.storages[storage].last_ref, *others, -1)
+
+    def subtree(self, calls: Sequence[int]) -> frozenset[int]:
+        """Module calls and all calls below them."""
+        return frozenset(c for call in calls for c in self.graph.subtree(call))
+
+    def changed_between(self, start: int, stop: int) -> set[int]:
+        """Storages, other than parameters and buffers, that an op of ``start <= index < stop`` writes in place."""
+        first, last = bisect_left(self.changes, (start, -1)), bisect_left(self.changes, (stop, -1))
+        return {storage for _, storage in self.changes[first:last]}
 
     def is_mutated(self, storage: int, start: int, stop: int) -> bool:
         """Whether a storage is written in place by an op of ``start <= index < stop``."""
@@ -97,6 +108,12 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         records_of=dict(records_of),
         saved_at=dict(saved_at),
         mutated_at=dict(mutated_at),
+        changes=tuple(
+            (op.index, s)
+            for op in graph.ops
+            for s in op.mutates
+            if op.phase != "optimizer" and graph.storages[s].cause not in ("buffer", "parameter")
+        ),
         during=during,
         between=between,
         spans=_micro_steps(graph),

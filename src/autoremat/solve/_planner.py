@@ -18,16 +18,18 @@ from dataclasses import dataclass, field
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
 from autoremat.solve._bounds import Bound
-from autoremat.solve._chain import smallest_limit, solve_chain
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._options import RegionCost
-from autoremat.solve._problem import build_problem
+from autoremat.solve._problem import build_problem, cost_of
+from autoremat.solve._table import Table
 
 MAX_ROUNDS = 5
 """How often the limit is corrected by what the ledger says."""
 SLACK_SHARE = 0.002
 """Budget left over that is not worth another round, as a share of what plans can change."""
 
+NUM_TIGHTEST, TIGHTEST_SLOTS = 8, 4
+"""How many limits near the smallest are tried for the smallest peak, and how far apart."""
 DEPTH = 10
 """Cells are halved this often: budgets that differ by less than 1 / 1024 of what plans can change are the same."""
 
@@ -58,14 +60,14 @@ class Solution:
 class _Priced:
     regions: tuple[RegionSpec, ...]
     cost: float
-    weight: float
-    """Cost plus a little for moved bytes: tells apart what costs the same."""
+    moved_bytes: float
+    """What recompute moves: tells apart what costs the same."""
     peak_bytes: int
 
     @property
     def rank(self) -> tuple[float, float]:
         """Lower is cheaper."""
-        return self.cost, self.weight
+        return self.cost, self.moved_bytes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,37 +100,44 @@ class Planner:
     def __init__(
         self, graph: StepGraph, *, op_cost: Sequence[float], price: Price, region_cost: RegionCost | None = None
     ) -> None:
-        facts = collect_facts(graph, op_cost)
-        self._problem = build_problem(facts, op_cost, region_cost)
-        self._bound = Bound(facts, op_cost)
+        self._facts = collect_facts(graph, op_cost)
+        self._op_cost = op_cost
+        self._region_cost = region_cost
+        self._moved = [float(op.moved_bytes) for op in graph.ops]
+        self._problem = build_problem(self._facts, op_cost, region_cost)
+        self._table = Table(self._problem.chain)
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._nodes: dict[int, _Priced] = {}
-        self.plain_bytes = self._priced((), 0.0, 0.0).peak_bytes
+        self.plain_bytes = self._priced(()).peak_bytes
         self._smallest = self._find_smallest()
+        self._bound = Bound(self._facts, op_cost, self._smallest.peak_bytes, self.plain_bytes)
 
     @property
     def smallest_bytes(self) -> int:
         """Smallest budget that can be met, bytes."""
         return self._smallest.peak_bytes
 
-    def _priced(self, regions: tuple[RegionSpec, ...], cost: float, weight: float) -> _Priced:
+    def _priced(self, regions: tuple[RegionSpec, ...]) -> _Priced:
         if regions not in self._known:
-            self._known[regions] = _Priced(regions, cost, weight, self._price(regions))
+            cost = cost_of(self._facts, regions, self._op_cost, self._region_cost)
+            self._known[regions] = _Priced(
+                regions, cost, cost_of(self._facts, regions, self._moved), self._price(regions)
+            )
         return self._known[regions]
 
     def _solve(self, limit_bytes: int) -> _Priced | None:
-        choice = solve_chain(self._problem.chain, limit_bytes)
-        if choice is None:
-            return None
-        return self._priced(self._problem.regions(choice), self._problem.cost(choice), choice.cost)
+        picks = self._table.picks(limit_bytes)
+        return None if picks is None else self._priced(self._problem.regions(picks))
 
     def _find_smallest(self) -> _Priced:
-        """The plan for the smallest limit of the chain, as the ledger prices it, or a lower one found on the way."""
-        limit = smallest_limit(self._problem.chain)
-        tightest = self._solve(limit)
-        assert tightest is not None, "the smallest limit has a path"
-        return min(self._known.values(), key=lambda p: (p.peak_bytes, p.cost))
+        """The plan for the smallest limit of the table, as the ledger prices it, or a lower one found on the way."""
+        for attempt in range(NUM_TIGHTEST):
+            limit = self._table.smallest_limit + attempt * TIGHTEST_SLOTS * self._table.width
+            found = self._solve(limit)
+            if found is not None and found.peak_bytes <= limit:
+                break
+        return min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
 
     def plan(self, budget_bytes: int) -> Solution:
         """The cheapest regions found for a budget.
@@ -164,8 +173,9 @@ class Planner:
                     heapq.heappush(queue, (-half.area, half))
         curve: list[Solution] = []
         for known in sorted(found.values(), key=lambda p: (p.peak_bytes, p.cost)):
-            if not curve or known.cost < curve[-1].cost:
-                curve.append(self._solution(known, known.peak_bytes))
+            solution = self.plan(known.peak_bytes)
+            if not curve or solution.cost < curve[-1].cost:
+                curve.append(solution)
         return curve
 
     def _root(self) -> _Cell:
@@ -189,19 +199,20 @@ class Planner:
             return cell.upper
         best = cell.lower
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
-        limit = budget_bytes
-        tried = set()
+        limit, step, was_over = budget_bytes, self._table.width, False
         for _ in range(MAX_ROUNDS):
             found = self._solve(limit)
-            if found is None or found.regions in tried:
+            if found is None:
                 break
-            tried.add(found.regions)
-            if found.peak_bytes <= budget_bytes:
-                if found.rank >= cell.upper.rank:
-                    best = min(best, found, key=lambda p: (p.rank, p.peak_bytes))
-                if found.rank <= cell.upper.rank or budget_bytes - found.peak_bytes <= slack:
-                    break
-            limit += budget_bytes - found.peak_bytes
+            left = budget_bytes - found.peak_bytes
+            if left < 0:
+                limit, step, was_over = limit - max(-left, step), 2 * step, True
+                continue
+            if found.rank >= cell.upper.rank:
+                best = min(best, found, key=lambda p: (p.rank, p.peak_bytes))
+            if was_over or left <= slack or found.rank <= cell.upper.rank:
+                break
+            limit += left
         return best
 
     def _solution(self, priced: _Priced, budget_bytes: int) -> Solution:

@@ -1,7 +1,8 @@
-"""From a step to the chain problem: options of every kind of candidate, and what each event demands.
+"""From a step to the chain problem: options of every candidate, and what each event demands.
 
-All bytes are those of the ledger: `Chain` demands are live bytes of the plain step, corrected by what an option
-changes. Where the correction depends on other regions it is taken at its worst, so a path that fits here fits there.
+All bytes are those of the ledger: demands are live bytes of the plain step, corrected by what an option changes. Where
+the correction depends on other regions it is taken at its worst, so a path that fits here fits there; for nests it is
+an estimate, and the ledger has the last word.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoremat._replay import RegionSpec
-from autoremat.solve._chain import Chain, Choice, Edge
+from autoremat._replay import RegionSpec, held_inputs, replay
 from autoremat.solve._facts import Bytes, Facts
-from autoremat.solve._options import Option, RegionCost, enumerate_options
+from autoremat.solve._nests import NestDemands
+from autoremat.solve._options import Option, RegionCost, cost_around, enumerate_options
 from autoremat.solve._segments import Candidate, Segments, find_segments
+from autoremat.solve._table import Chain, Edge, NestEdge, Pick
 from autoremat.solve._units import Inner
 
 MAX_POINTS = 40
 """Limits on stored bytes tried for a candidate that holds much of the step."""
 MIN_POINTS = 10
+_MANY_KINDS = 40
+_MUCH_SHARE = 1 / 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +44,44 @@ class Problem:
     options: tuple[tuple[Option, ...], ...]
     chain: Chain
 
-    def cost(self, choice: Choice) -> float:
-        """Cost of a path's recomputes over all captured micro-steps, FLOPs or seconds."""
-        return sum(
-            self.options[number][position].cost * len(self.segments.candidates[number].members)
-            for number, position in choice.options
-        )
-
-    def regions(self, choice: Choice) -> tuple[RegionSpec, ...]:
+    def regions(self, picks: Iterable[Pick]) -> tuple[RegionSpec, ...]:
         """The regions of a path, in every micro-step."""
-        specs: list[RegionSpec] = []
-        for number, position in choice.options:
-            candidate = self.segments.candidates[number]
-            kept = self.options[number][position].kept
-            first = candidate.members[0].call
-            specs.extend(_moved(self.facts, first, member.call, kept) for member in candidate.members)
-        return tuple(sorted(specs, key=lambda spec: self.facts.graph.calls[spec.call].start))
+        num_steps = len(self.facts.spans)
+        return tuple(spec for step in range(num_steps) for spec in self._in_step(tuple(picks), step))
+
+    def _in_step(self, picks: Sequence[Pick], step: int) -> tuple[RegionSpec, ...]:
+        specs = []
+        for number, position, inside in picks:
+            children = self._in_step(inside, step)
+            if number < 0:
+                calls = self.segments.nests[-1 - number].members[step]
+                specs.append(RegionSpec(calls[0], then=calls[1:], children=children, is_whole=bool(children)))
+            else:
+                first, member = (self.segments.candidates[number].members[i] for i in (0, step))
+                kept = moved(self.facts, first, member, self.options[number][position].kept)
+                specs.append(member.spec(kept))
+        return tuple(specs)
 
 
-def _moved(facts: Facts, source: int, target: int, kept: Iterable[int]) -> RegionSpec:
-    """The same stored outputs in an equal module call."""
-    graph = facts.graph
-    shift = graph.calls[target].start - graph.calls[source].start
-    moved = set()
-    for s in kept:
-        birth = graph.storages[s].born
-        moved.add(graph.ops[birth + shift].outputs[graph.ops[birth].outputs.index(s)])
-    return RegionSpec(call=target, kept=frozenset(moved))
+def cost_of(
+    facts: Facts, specs: Iterable[RegionSpec], op_cost: Sequence[float], region_cost: RegionCost | None = None
+) -> float:
+    """What recompute of regions costs, those inside included."""
+    total = 0.0
+    for spec in specs:
+        work = replay(facts.graph, spec, facts.saved_in(*spec.calls))
+        total += sum(op_cost[index] for index in work.ops) + cost_of(facts, spec.children, op_cost, region_cost)
+        total += cost_around(spec.calls, work, region_cost)
+    return total
+
+
+def moved(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> frozenset[int]:
+    """The same stored outputs in an equal interval."""
+    graph, shift = facts.graph, target.start - source.start
+    if not shift:
+        return frozenset(kept)
+    births = ((s, graph.storages[s].born) for s in kept)
+    return frozenset(graph.ops[born + shift].outputs[graph.ops[born].outputs.index(s)] for s, born in births)
 
 
 def build_problem(facts: Facts, op_cost: Sequence[float], region_cost: RegionCost | None = None) -> Problem:
@@ -79,115 +94,130 @@ def build_problem(facts: Facts, op_cost: Sequence[float], region_cost: RegionCos
     """
     segments = find_segments(facts)
     options = _all_options(facts, segments, op_cost, region_cost)
-    return Problem(facts=facts, segments=segments, options=options, chain=_Demands(facts, segments, options).chain())
+    chain = _Demands(facts, segments, options, op_cost, region_cost).chain()
+    return Problem(facts=facts, segments=segments, options=options, chain=chain)
 
 
 def _all_options(
     facts: Facts, segments: Segments, op_cost: Sequence[float], region_cost: RegionCost | None
 ) -> tuple[tuple[Option, ...], ...]:
     """Options of each candidate; equal candidates are solved once and their options moved."""
-    solved: dict[Hashable, tuple[int, tuple[Option, ...]]] = {}
+    total = sum(facts.graph.storages[s].num_bytes for s in facts.records_of) or 1
+    num_kinds = len({candidate.kind for candidate in segments.candidates})
+    solved: dict[Hashable, tuple[Inner, tuple[Option, ...]]] = {}
     found: list[tuple[Option, ...]] = []
     for candidate in segments.candidates:
         inner = candidate.members[0]
         if candidate.kind not in solved:
-            num_leaves = candidate.stop - candidate.first
-            points = MAX_POINTS if num_leaves > 1 or len(segments.leaves) < 2 * MAX_POINTS else MIN_POINTS
-            options = enumerate_options(facts, inner, op_cost, max_points=points, region_cost=region_cost)
-            solved[candidate.kind] = (inner.call, tuple(options))
+            size = sum(facts.graph.storages[s].num_bytes for s in inner.needed)
+            points = MAX_POINTS if size > _MUCH_SHARE * total else MIN_POINTS
+            is_exact = num_kinds <= _MANY_KINDS or len(inner.calls) == 1
+            options = enumerate_options(
+                facts, inner, op_cost, max_points=points, is_exact=is_exact, region_cost=region_cost
+            )
+            solved[candidate.kind] = (inner, tuple(options))
         source, solution = solved[candidate.kind]
         found.append(tuple(_move_option(facts, source, inner, option) for option in solution))
     return tuple(found)
 
 
-def _move_option(facts: Facts, source: int, inner: Inner, option: Option) -> Option:
-    if source == inner.call:
-        return option
-    return dataclasses.replace(option, kept=_moved(facts, source, inner.call, option.kept).kept)
+def _move_option(facts: Facts, source: Inner, inner: Inner, option: Option) -> Option:
+    return dataclasses.replace(option, kept=moved(facts, source, inner, option.kept))
 
 
 class _Demands:
     """Computes what edges and positions demand, the highest over all micro-steps."""
 
-    def __init__(self, facts: Facts, segments: Segments, options: Sequence[Sequence[Option]]) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        segments: Segments,
+        options: Sequence[Sequence[Option]],
+        op_cost: Sequence[float],
+        region_cost: RegionCost | None,
+    ) -> None:
         self.facts = facts
         self.segments = segments
         self.options = options
-        self.starts = [[facts.graph.calls[m.call].start for m in leaf.members] for leaf in segments.leaves]
-        self.ends = [[facts.graph.calls[m.call].end for m in leaf.members] for leaf in segments.leaves]
-        self.clocks = [[m.at for m in leaf.members] for leaf in segments.leaves]
+        self.op_cost = op_cost
+        self.region_cost = region_cost
+        self.clocks = segments.clocks
+        self.turns = [self._backward_clocks(step) for step in range(len(segments.clocks))]
         self.during, self.between = self._with_shared_inputs()
+
+    def _backward_clocks(self, step: int) -> list[int]:
+        """When backward first reads something saved before each position: what lies before is then still to come."""
+        graph, (_, end) = self.facts.graph, self.facts.spans[step]
+        reads = sorted(
+            (max(r.packed, graph.calls[r.call].start + 1), r.unpacked)
+            for r in graph.saved
+            if r.unpacked is not None and graph.calls[r.call].micro_step == step
+        )
+        found, earliest, position = [], end, 0
+        for clock in self.clocks[step]:
+            while position < len(reads) and reads[position][0] <= clock:
+                earliest = min(earliest, reads[position][1])
+                position += 1
+            found.append(earliest)
+        return [end, *found[1:]]
 
     def _with_shared_inputs(self) -> tuple[Bytes, Bytes]:
         """Live bytes as if every argument that several candidates would hold were held by them."""
         extra = np.zeros(len(self.facts.graph.ops) + 1, np.int64)
         for s in self.segments.shared:
-            holders = [m for c in self.segments.candidates for m in c.members]
-            until = max(m.at for m in holders if s in self.facts.graph.calls[m.call].inputs)
+            members = (m for c in self.segments.candidates for m in c.members)
+            until = max(m.at for m in members if any(s in self.facts.graph.calls[c].inputs for c in m.calls))
             extra[self.facts.deaths[s] : until + 1] += self.facts.graph.storages[s].num_bytes
         return self.facts.during + extra[:-1], self.facts.between + extra
 
     def chain(self) -> Chain:
         """The chain problem."""
-        num_leaves = len(self.segments.leaves)
-        edges: list[list[Edge]] = [[] for _ in range(num_leaves + 1)]
-        for position in range(num_leaves):
-            edges[position + 1].append(self._plain(position))
+        num = len(self.clocks[0])
+        edges: list[list[Edge]] = [[] for _ in range(num)]
+        nests: list[list[NestEdge]] = [[] for _ in range(num)]
         for number, candidate in enumerate(self.segments.candidates):
-            edges[candidate.stop].append(self._region(number, candidate))
-        required = np.array([self._gap(position) for position in range(num_leaves + 1)], np.int64)
-        return Chain(edges=tuple(map(tuple, edges)), required=required)
+            edges[candidate.start].append(self._edge(number, candidate))
+        demands = NestDemands(self.facts, self.segments, self.op_cost, self.during, self.region_cost)
+        for number, nest in enumerate(self.segments.nests):
+            nests[nest.start].append(demands.edge(number, nest))
+        steps = list(zip(self.clocks, self.turns, strict=True))
+        forward = [max(self._highest(c[p], c[p + 1]) for c, _ in steps) for p in range(num - 1)]
+        backward = [max(self._highest(t[p + 1], t[p]) for _, t in steps) for p in range(num - 1)]
+        shift = [max(int(self.between[t[p]] - self.between[c[p]]) for c, t in steps) for p in range(num)]
+        return Chain(
+            edges=tuple(map(tuple, edges)),
+            nests=tuple(map(tuple, nests)),
+            forward=np.array(forward, np.int64),
+            backward=np.array(backward, np.int64),
+            shift=np.array(shift, np.int64),
+            required=max(self._highest(c[-1], t[-1] + 1) for c, t in steps),
+        )
 
     def _highest(self, start: int, stop: int) -> int:
         return int(self.during[start:stop].max(initial=0))
 
-    def _until(self, position: int, step: int) -> int:
-        """Clock at which backward reaches what lies before a leaf."""
-        return self.clocks[position - 1][step] if position else self.facts.spans[step][1]
-
-    def _plain(self, position: int) -> Edge:
-        demands = []
-        for step, (start, end) in enumerate(zip(self.starts[position], self.ends[position], strict=True)):
-            demands.append(self._highest(start, end))
-            demands.append(self._highest(self.clocks[position][step], self._until(position, step)))
-        zero = np.zeros(1, np.int64)
-        return Edge(position, position + 1, -1, np.array([max(demands)], np.int64), zero, zero.astype(float))
-
-    def _gap(self, position: int) -> int:
-        """What lies between two leaves in forward; after the last, the loss and the first of backward too."""
-        demands = []
-        for step, (first, last) in enumerate(self.facts.spans):
-            start = self.ends[position - 1][step] if position else first
-            if position < len(self.starts):
-                stop = self.starts[position][step]
-            else:
-                stop = self._until(position, step) if position else last
-            demands.append(self._highest(start, stop))
-        return max(demands)
-
-    def _region(self, number: int, candidate: Candidate) -> Edge:
-        required, saved = [], []
+    def _edge(self, number: int, candidate: Candidate) -> Edge:
+        parts = []
         for step, member in enumerate(candidate.members):
-            held = self._held_inputs(member)
-            demand, frees = self._member(candidate, member, step, self.options[number], held)
-            required.append(demand)
-            saved.append(frees)
+            parts.append(self._member(candidate, member, step, self.options[number]))
+        forward, backward, saved = (np.array(part) for part in zip(*parts, strict=True))
         cost = np.array([option.weight for option in self.options[number]]) * len(candidate.members)
-        return Edge(candidate.first, candidate.stop, number, np.max(required, axis=0), np.min(saved, axis=0), cost)
+        level = self.facts.graph.calls[candidate.members[0].calls[0]].parent
+        return Edge(number, level, candidate.stop, forward.max(axis=0), backward.max(axis=0), saved.min(axis=0), cost)
 
     def _held_inputs(self, member: Inner) -> int:
         """Bytes of arguments that only the region keeps alive."""
-        facts = self.facts
-        inputs = set(facts.graph.calls[member.call].inputs) - self.segments.shared
-        return sum(facts.graph.storages[s].num_bytes for s in inputs if facts.deaths[s] < member.at)
+        graph = self.facts.graph
+        inputs = set(held_inputs(graph, member.spec())) - self.segments.shared
+        return sum(graph.storages[s].num_bytes for s in inputs if self.facts.deaths[s] < member.at)
 
     def _member(
-        self, candidate: Candidate, member: Inner, step: int, options: Sequence[Option], held: int
-    ) -> tuple[Bytes, Bytes]:
-        span = self.facts.graph.calls[member.call]
-        forward = self.during[span.start : span.end] + np.array([option.forward for option in options])
-        backward = self._highest(member.at, self._until(candidate.first, step))
+        self, candidate: Candidate, member: Inner, step: int, options: Sequence[Option]
+    ) -> tuple[Bytes, Bytes, Bytes]:
+        held = self._held_inputs(member)
+        changes = np.array([option.forward for option in options])
+        forward = (self.during[member.start : member.end] + changes).max(axis=1, initial=0) + held
         freed = np.array([option.freed_bytes for option in options]) - held
         recompute = self.between[member.at] - freed + np.array([option.recompute_bytes for option in options])
-        required = np.maximum(np.maximum(forward.max(axis=1, initial=0) + held, recompute), backward)
-        return required, np.array([option.saved_bytes for option in options], np.int64) - held
+        backward = np.maximum(recompute, self._highest(member.at, self.turns[step][candidate.start]))
+        return forward, backward, np.array([option.saved_bytes for option in options], np.int64) - held

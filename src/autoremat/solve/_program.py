@@ -24,6 +24,7 @@ RESOLUTION = 10**6
 """Limits that differ by a smaller share than one in this many are the same to the solver's tolerance."""
 _SCALE = 1000.0
 _MIP_GAP = 1e-6
+_INTEGRALITY = 1e-6
 
 
 class Program:
@@ -37,6 +38,7 @@ class Program:
 
     def __init__(self, units: Sequence[Unit], *, tie_break: float, is_integer: bool = True) -> None:
         self._num_units = len(units)
+        self._is_integer = is_integer
         self._storages = [s for unit in units for s in unit.bytes_of]
         self._stored_bytes = np.array([size for unit in units for size in unit.bytes_of.values()], np.int64)
         self.total_bytes = max(1, int(self._stored_bytes.sum()))
@@ -87,11 +89,25 @@ class Program:
         stored = np.flatnonzero(values[self._num_units :] > 0.5)
         return frozenset(self._storages[position] for position in stored), int(self._stored_bytes[stored].sum())
 
-    def optimum(self, limit_bytes: int) -> float:
-        """Least cost within a limit, as a share of the cost of all units (tie break included)."""
+    def rounded(self, limit_bytes: int) -> tuple[frozenset[int], frozenset[int]]:
+        """What the relaxation stores at least in part, and what it stores whole."""
+        self._run(limit_bytes)
+        values = np.array(self._highs.getSolution().col_value)[self._num_units :]
+        return tuple(  # type: ignore[return-value]
+            frozenset(self._storages[position] for position in np.flatnonzero(values > least))
+            for least in (_INTEGRALITY, 1 - _INTEGRALITY)
+        )
+
+    def optimum(self, limit_bytes: int) -> tuple[float, float]:
+        """Least cost within a limit, as a share of the cost of all units, and its change for each byte more.
+
+        The change is 0 for the integer program.
+        """
         self._highs.clearSolver()  # so that the last digits do not depend on what was solved before
         self._run(limit_bytes)
-        return float(self._highs.getObjectiveValue()) / _SCALE
+        duals = self._highs.getSolution().row_dual
+        slope = 0.0 if self._is_integer else float(duals[self._limit_row])
+        return float(self._highs.getObjectiveValue()) / _SCALE, slope / self.total_bytes
 
     def _run(self, limit_bytes: int | None) -> None:
         limit = highspy.kHighsInf if limit_bytes is None else _SCALE * limit_bytes / self.total_bytes

@@ -1,52 +1,76 @@
-"""Which module calls may become regions, and how they follow one another.
+"""Which module calls, and spans of sibling calls, may become regions, and where they start and stop.
 
-Candidates form a forest (module calls nest), so a plan may take a block, or the attention inside it, or neither.
-Structurally equal candidates form a class and are solved once.
+Candidates are intervals between *positions*: moments of forward at which a region may start or stop. A plan is a set of
+disjoint intervals, so it may take a block, or the attention inside it, or what lies between two of its products.
+*Nests* are spans that may be dropped as a whole and, when they come back, be dropped in parts again.
 
-Backward reads what it needs in reverse order of forward: eager autograd runs nodes by falling sequence number. A
-candidate for which that does not hold is left out, the smallest ones first.
+Backward reads what it needs in reverse order of forward: eager autograd runs nodes by falling sequence number. An
+interval for which that does not hold is left out, the smallest ones first.
 
-Known limits: regions are single module calls (no spans of siblings, no nesting of regions); the model's own call is
-not a candidate, since recomputing everything at once frees nothing where it matters.
+Known limits: a span has links throughout (each call gets a tensor that the one before returned), since anything else
+is stored anyway; the model's own call is no region, since recomputing everything at once frees nothing where it
+matters; long stacks nest between at most `MAX_CUTS` places; a nest stores nothing but its arguments.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from autoremat._replay import gathers_units
+from autoremat._replay import Extent, RegionSpec, gathers_units, held_inputs
 from autoremat.solve._facts import Facts
 from autoremat.solve._units import Inner
 
 MIN_SHARE = 1 / 2000
-"""Calls that hold a smaller share of what regions could drop are not worth a region."""
+"""Intervals that hold a smaller share of what regions could drop are not worth a region."""
 MIN_SHARE_OF_SIBLING = 0.1
 """Nor are calls that hold a smaller share than this of what the largest call beside them holds."""
 MAX_OPS = 300
-"""Larger calls are not solved as one region: their parts are."""
+"""Larger intervals are not solved as one region: their parts are."""
+MAX_SPAN = 8
+"""Calls in a span whose stored outputs are chosen; longer ones are only nests."""
 MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
+MAX_CUTS = 48
+"""Places between the calls of a stack at which nests may start or stop."""
 _SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
+Calls = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A module call that may become a region, with its copies in later micro-steps.
+    """An interval that may become a region, with its copies in later micro-steps.
 
     Attributes:
-        members: One call for each micro-step.
-        first: Position of the first leaf (candidate without candidates inside) that it covers.
-        stop: One past the position of the last.
+        members: One for each micro-step.
+        start: Position at which it starts.
+        stop: Position at which it stops.
         kind: Equal candidates have the same.
     """
 
     members: tuple[Inner, ...]
-    first: int
+    start: int
     stop: int
     kind: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """An interval that may be dropped as a whole, with regions inside.
+
+    Attributes:
+        members: Its calls in each micro-step.
+        start: Position at which it starts.
+        stop: Position at which it stops.
+    """
+
+    members: tuple[Calls, ...]
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,46 +78,61 @@ class Segments:
     """All candidates of a step.
 
     Attributes:
-        candidates: In order of entry, parents before children.
-        leaves: Candidates without candidates inside, in order of execution.
+        candidates: In order of entry, longer ones first.
+        nests: The same.
+        clocks: Clock of each position, for each micro-step.
         shared: Storages that several candidates would hold for their recompute although the plain step frees them.
     """
 
     candidates: tuple[Candidate, ...]
-    leaves: tuple[Candidate, ...]
+    nests: tuple[Nest, ...]
+    clocks: tuple[tuple[int, ...], ...]
     shared: frozenset[int]
 
 
 def find_segments(facts: Facts) -> Segments:
     """Find the candidates of a step."""
-    groups = _in_reverse_order(facts, _align(facts, _worthwhile(facts)))
-    calls = sorted(groups)
-    outlive = _entering(facts, [call for group in groups.values() for call in group])
-    ends = {call: facts.graph.subtree(call).stop for call in calls}
-    leaf_calls = [c for position, c in enumerate(calls) if bisect_left(calls, ends[c]) == position + 1]
-    candidates = []
-    for call in calls:
-        members = tuple(_inner(facts, member, outlive) for member in groups[call])
-        candidates.append(
-            Candidate(
-                members=members,
-                first=bisect_left(leaf_calls, call),
-                stop=bisect_left(leaf_calls, ends[call]),
-                kind=_kind(facts, members[0]),
-            )
-        )
-    by_call = {c.members[0].call: c for c in candidates}
+    twins = _twins(facts)
+    sizes = _droppable_bytes(facts)
+    worthwhile = _worthwhile(facts, sizes)
+    stacks = list(_stacks(facts, twins))
+    intervals: list[Calls] = [(call,) for call in sorted(worthwhile, key=lambda c: (-sizes[c], c))]
+    intervals += _spans(facts, stacks, sum(sizes[c] for c in sizes if facts.graph.calls[c].parent == 0))
+    groups = _in_reverse_order(facts, _possible(facts, twins, intervals))
+    nests = _nests(facts, twins, stacks, list(groups))
+    boundaries = {b for calls in (*groups, *nests) for b in ((calls[0], False), (calls[-1], True))}
+    clocks = [_clocks(facts, twins, boundaries, step) for step in range(len(facts.spans))]
+    candidates = _candidates(facts, groups, clocks[0])
     return Segments(
         candidates=tuple(candidates),
-        leaves=tuple(by_call[call] for call in leaf_calls),
+        nests=tuple(Nest(members, *_positions(facts, calls, clocks[0])) for calls, members in sorted(nests.items())),
+        clocks=tuple(clocks),
         shared=_shared_inputs(facts, candidates),
     )
 
 
-def _worthwhile(facts: Facts) -> dict[int, int]:
-    """Droppable bytes of each call of the first micro-step that is worth a region."""
+def _twins(facts: Facts) -> dict[int, Calls]:
+    """Each module call of the first micro-step with its copies in the others; only those that all have."""
+    calls, num_steps = facts.graph.calls, len(facts.spans)
+    by_name = {(c.micro_step, c.path, c.number): c.index for c in calls}
+    found: dict[int, Calls] = {}
+    for call in calls:
+        if call.micro_step == 0 and call.parent >= 0:
+            group = [by_name.get((step, call.path, call.number)) for step in range(num_steps)]
+            same = tuple(member for member in group if member is not None)
+            if len(same) == num_steps:
+                found[call.index] = same
+    return found
+
+
+def _copies(twins: dict[int, Calls], calls: Calls) -> tuple[Calls, ...]:
+    """The same calls in each micro-step."""
+    return tuple(zip(*(twins[call] for call in calls), strict=True))
+
+
+def _worthwhile(facts: Facts, sizes: dict[int, int]) -> list[int]:
+    """Single calls of the first micro-step that are worth a region."""
     calls = facts.graph.calls
-    sizes = _droppable_bytes(facts)
     children: dict[int, list[int]] = {call: [] for call in (-1, *sizes)}
     for call, size in sizes.items():
         children[calls[call].parent].append(size)
@@ -106,7 +145,7 @@ def _worthwhile(facts: Facts) -> dict[int, int]:
         is_stack = sum(parts) > 0.9 * sizes[call] > 0.45 * total and max(parts) < MAX_SHARE_IN_STACK * sizes[call]
         return is_large and not is_stack and calls[call].end - calls[call].start <= MAX_OPS
 
-    return {call: size for call, size in sizes.items() if call > 0 and is_worthwhile(call)}
+    return [call for call in sizes if call > 0 and is_worthwhile(call)]
 
 
 def _droppable_bytes(facts: Facts) -> dict[int, int]:
@@ -122,97 +161,190 @@ def _droppable_bytes(facts: Facts) -> dict[int, int]:
     return {call: sum(graph.storages[s].num_bytes for s in found) for call, found in droppable.items()}
 
 
-def _align(facts: Facts, sizes: dict[int, int]) -> dict[int, tuple[int, ...]]:
-    """Find each call of the first micro-step in the others; leave out what one of them does otherwise."""
+def _stacks(facts: Facts, twins: dict[int, Calls]) -> Iterator[Calls]:
+    """Runs of sibling calls in which each gets a tensor that the one before returned."""
+    siblings: dict[int, list[int]] = defaultdict(list)
+    for call in twins:
+        siblings[facts.graph.calls[call].parent].append(call)
+    for calls in siblings.values():
+        run = [calls[0]]
+        for before, call in pairwise(calls):
+            if all(b in dict(facts.graph.calls[c].links).values() for b, c in _copies(twins, (before, call))):
+                run.append(call)
+                continue
+            yield tuple(run)
+            run = [call]
+        yield tuple(run)
+
+
+def _spans(facts: Facts, stacks: Iterable[Calls], total: int) -> list[Calls]:
+    """Spans that drop more than the same span without its first or last call; the largest first."""
     graph = facts.graph
-    by_name = {(c.micro_step, c.path, c.number): c.index for c in graph.calls}
-    groups = {}
-    for call in sorted(sizes, key=lambda c: (-sizes[c], c)):
-        named = graph.calls[call]
-        group = [by_name.get((step, named.path, named.number)) for step in range(len(facts.spans))]
-        found = tuple(member for member in group if member is not None)
-        if len(found) == len(group) and all(_is_possible(facts, member) for member in found):
-            groups[call] = found
-    return groups
+    found: dict[Calls, int] = {}
+    for stack in stacks:
+        gains: dict[Calls, int] = {}
+        for length in range(1, min(MAX_SPAN, len(stack)) + 1):
+            for first in range(len(stack) - length + 1):
+                calls = stack[first : first + length]
+                if graph.calls[calls[-1]].end - graph.calls[calls[0]].start > MAX_OPS:
+                    continue
+                gain = gains[calls] = _gain(facts, calls)
+                if length > 1 and gain > max(gains[calls[1:]], gains[calls[:-1]], MIN_SHARE * total):
+                    found[calls] = gain
+    return sorted(found, key=lambda calls: (-found[calls], calls))
 
 
-def _is_possible(facts: Facts, call: int) -> bool:
+def _gain(facts: Facts, calls: Calls) -> int:
+    """Bytes that a region could drop less those that it would hold though the plain step frees them."""
+    graph, extent, inside = facts.graph, Extent(facts.graph, calls), facts.subtree(calls)
+    saved = {r.storage for r in facts.saved_in(*calls) if graph.storages[r.storage].born in extent}
+    free = {s for s in saved if all(r.call in inside for r in facts.records_of[s])}
+    at = facts.first_unpack(*calls) or 0
+    held = [s for s in held_inputs(graph, RegionSpec(calls[0], then=calls[1:])) if facts.deaths[s] < at]
+    return sum(graph.storages[s].num_bytes for s in free) - sum(graph.storages[s].num_bytes for s in held)
+
+
+def _possible(facts: Facts, twins: dict[int, Calls], intervals: Iterable[Calls]) -> dict[Calls, tuple[Calls, ...]]:
+    """Intervals that may be regions in every micro-step, with their copies."""
+    found = {}
+    for calls in intervals:
+        if all(call in twins for call in calls):
+            copies = _copies(twins, calls)
+            if all(_is_possible(facts, copy) for copy in copies):
+                found[calls] = copies
+    return found
+
+
+def _is_possible(facts: Facts, calls: Calls) -> bool:
     """Whether recompute would find its inputs as forward did, and backward asks for anything at all."""
-    graph, span = facts.graph, facts.graph.calls[call]
-    until = facts.first_unpack(call)
-    if until is None or until < span.end or gathers_units(graph, call):
+    graph = facts.graph
+    start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
+    until = facts.first_unpack(*calls)
+    if until is None or until < end or gathers_units(graph, *calls):
         return False
-    read = {s for op in graph.ops[span.start : span.end] for s in op.inputs if not _is_inside(facts, call, s)}
-    return not any(
-        facts.is_mutated(s, span.start, until) for s in read if graph.storages[s].cause not in ("buffer", "parameter")
-    )
+    extent = Extent(graph, calls)
+    held = held_inputs(graph, RegionSpec(calls[0], then=calls[1:])) if len(calls) > 1 else {}
+    if any(graph.storages[s].born in extent for s in held):
+        return False
+    suspects = {s for s in facts.changed_between(start, until) if graph.storages[s].born not in extent}
+    return not suspects or not any(s in graph.ops[i].inputs or s in held for i in extent.indices() for s in suspects)
 
 
-def _is_inside(facts: Facts, call: int, storage: int) -> bool:
-    span = facts.graph.calls[call]
-    return span.start <= facts.graph.storages[storage].born < span.end
-
-
-def _in_reverse_order(facts: Facts, groups: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Keep candidates whose recomputes come in reverse order of their forwards, in every micro-step."""
+def _in_reverse_order(facts: Facts, groups: dict[Calls, tuple[Calls, ...]]) -> dict[Calls, tuple[Calls, ...]]:
+    """Keep intervals whose recomputes come in reverse order of their forwards, in every micro-step."""
     calls = facts.graph.calls
-    clocks = {member: facts.first_unpack(member) or 0 for group in groups.values() for member in group}
-    if all(_is_reversed(facts, [group[step] for group in groups.values()], clocks) for step in range(len(facts.spans))):
-        return groups
+    clocks = {copy: facts.first_unpack(*copy) or 0 for copies in groups.values() for copy in copies}
+    if all(
+        _is_reversed(facts, [copies[step] for copies in groups.values()], clocks) for step in range(len(facts.spans))
+    ):
+        return dict(sorted(groups.items()))
 
-    def fits(one: int, other: int) -> bool:
-        early, late = (one, other) if calls[one].end <= calls[other].start else (other, one)
-        if calls[early].end > calls[late].start:
+    def fits(one: Calls, other: Calls) -> bool:
+        early, late = (one, other) if calls[one[-1]].end <= calls[other[0]].start else (other, one)
+        if calls[early[-1]].end > calls[late[0]].start:
             return True
         return all(clocks[a] > clocks[b] for a, b in zip(groups[early], groups[late], strict=True))
 
-    kept: list[int] = []
-    for call in groups:
-        if all(fits(call, other) for other in kept):
-            kept.append(call)
-    return {call: groups[call] for call in sorted(kept)}
+    kept: list[Calls] = []
+    for group in groups:
+        if all(fits(group, other) for other in kept):
+            kept.append(group)
+    return {group: groups[group] for group in sorted(kept)}
 
 
-def _is_reversed(facts: Facts, members: Sequence[int], clocks: dict[int, int]) -> bool:
+def _is_reversed(facts: Facts, members: Sequence[Calls], clocks: dict[Calls, int]) -> bool:
     """Whether whatever ends before another starts is also recomputed after it."""
     calls = facts.graph.calls
-    ended = sorted(members, key=lambda c: calls[c].end)
+    ended = sorted(members, key=lambda c: calls[c[-1]].end)
     position, earliest = 0, len(facts.graph.ops) + 1
-    for call in sorted(members, key=lambda c: calls[c].start):
-        while position < len(ended) and calls[ended[position]].end <= calls[call].start:
+    for member in sorted(members, key=lambda c: calls[c[0]].start):
+        while position < len(ended) and calls[ended[position][-1]].end <= calls[member[0]].start:
             earliest = min(earliest, clocks[ended[position]])
             position += 1
-        if clocks[call] >= earliest:
+        if clocks[member] >= earliest:
             return False
     return True
 
 
-def _entering(facts: Facts, calls: Sequence[int]) -> dict[int, list[int]]:
-    """Candidates that take a storage as an argument, by storage."""
+def _nests(
+    facts: Facts, twins: dict[int, Calls], stacks: Iterable[Calls], intervals: Sequence[Calls]
+) -> dict[Calls, tuple[Calls, ...]]:
+    """Spans with at least two candidates in a row inside."""
+    graph = facts.graph
+    starts = sorted((graph.calls[c[0]].start, graph.calls[c[-1]].end) for c in intervals)
+
+    def has_parts(calls: Calls) -> bool:
+        start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
+        inside = starts[bisect_left(starts, (start, 0)) : bisect_left(starts, (end, 0))]
+        first_end = min((e for _, e in inside if e <= end), default=end)
+        return any(first_end <= s and e <= end for s, e in inside)
+
+    wanted = []
+    for stack in stacks:
+        step = -(-len(stack) // MAX_CUTS)
+        cuts = [*range(0, len(stack), step), len(stack)]
+        wanted += [stack[a:b] for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
+    return _in_reverse_order(facts, _possible(facts, twins, filter(has_parts, wanted)))
+
+
+def _clocks(
+    facts: Facts, twins: dict[int, Calls], boundaries: Iterable[tuple[int, bool]], step: int
+) -> tuple[int, ...]:
+    """Clocks of the positions in one micro-step: the start of the step, then every boundary."""
+    calls = facts.graph.calls
+    by_clock = {}
+    for c, is_end in boundaries:
+        first = calls[c].end if is_end else calls[c].start
+        twin = calls[twins[c][step]]
+        by_clock[first] = twin.end if is_end else twin.start
+    return (facts.spans[step][0], *(by_clock[clock] for clock in sorted(by_clock)))
+
+
+def _positions(facts: Facts, calls: Calls, clocks: Sequence[int]) -> tuple[int, int]:
+    """Positions at which an interval of the first micro-step starts and stops."""
+    start, end = facts.graph.calls[calls[0]].start, facts.graph.calls[calls[-1]].end
+    return bisect_left(clocks, start, lo=1), bisect_left(clocks, end, lo=1)
+
+
+def _candidates(facts: Facts, groups: dict[Calls, tuple[Calls, ...]], clocks: Sequence[int]) -> list[Candidate]:
+    users = _entering(facts, [copy for copies in groups.values() for copy in copies])
+    found = []
+    for calls, copies in groups.items():
+        members = tuple(_inner(facts, copy, users) for copy in copies)
+        start, stop = _positions(facts, calls, clocks)
+        found.append(Candidate(members, start, stop, _kind(facts, members[0])))
+    return found
+
+
+def _entering(facts: Facts, intervals: Sequence[Calls]) -> dict[int, list[int]]:
+    """Calls that take a storage as an argument, by storage."""
     users: dict[int, list[int]] = {}
-    for call in calls:
+    for call in sorted({call for calls in intervals for call in calls}):
         for s in facts.graph.calls[call].inputs:
             users.setdefault(s, []).append(call)
     return users
 
 
-def _inner(facts: Facts, call: int, users: dict[int, list[int]]) -> Inner:
-    span, calls = facts.graph.calls[call], facts.graph.subtree(call)
-    inside = facts.born_in(span.start, span.end)
-    needed = frozenset(r.storage for r in facts.saved_in(call) if _is_inside(facts, call, r.storage))
-    limit = min(span.end + _SLACK_OPS, _forward_end(facts, call))
+def _inner(facts: Facts, calls: Calls, users: dict[int, list[int]]) -> Inner:
+    graph, inside, extent = facts.graph, facts.subtree(calls), Extent(facts.graph, calls)
+    start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
+    born = [s for s in facts.born_in(start, end) if graph.storages[s].born in extent]
+    needed = frozenset(r.storage for r in facts.saved_in(*calls) if graph.storages[r.storage].born in extent)
+    limit = min(end + _SLACK_OPS, _forward_end(facts, calls[0]))
 
     def is_pinned(storage: int) -> bool:
-        if facts.graph.storages[storage].last_ref > limit or any(u not in calls for u in users.get(storage, ())):
+        if graph.storages[storage].last_ref > limit or any(u not in inside for u in users.get(storage, ())):
             return True
-        return any(r.call not in calls for r in facts.records_of.get(storage, ()))
+        return any(r.call not in inside for r in facts.records_of.get(storage, ()))
 
     return Inner(
-        call=call,
-        at=facts.first_unpack(call) or 0,
+        calls=calls,
+        start=start,
+        end=end,
+        at=facts.first_unpack(*calls) or 0,
         needed=needed,
-        deaths={s: facts.death_without(s, calls) for s in inside},
-        pinned=frozenset(filter(is_pinned, inside)),
+        deaths={s: facts.death_without(s, inside) for s in born},
+        pinned=frozenset(filter(is_pinned, born)),
     )
 
 
@@ -225,30 +357,27 @@ def _forward_end(facts: Facts, call: int) -> int:
 
 def _shared_inputs(facts: Facts, candidates: Sequence[Candidate]) -> frozenset[int]:
     """Arguments that die early in the plain step and enter more than one candidate."""
-    graph = facts.graph
     last_end: dict[int, int] = {}
     shared = set()
-    for candidate in candidates:
-        for member in candidate.members:
-            span = graph.calls[member.call]
-            for s in set(span.inputs):
-                if facts.deaths[s] < member.at:
-                    if last_end.get(s, span.end) <= span.start:
-                        shared.add(s)
-                    last_end[s] = min(last_end.get(s, span.end), span.end)
+    for member in (m for candidate in candidates for m in candidate.members):
+        for s in held_inputs(facts.graph, member.spec()):
+            if facts.deaths[s] < member.at:
+                if last_end.get(s, member.end) <= member.start:
+                    shared.add(s)
+                last_end[s] = min(last_end.get(s, member.end), member.end)
     return frozenset(shared)
 
 
 def _kind(facts: Facts, inner: Inner) -> Hashable:
-    """Everything about a call that its options depend on, free of absolute positions."""
-    graph, span = facts.graph, facts.graph.calls[inner.call]
+    """Everything about an interval that its options depend on, free of absolute positions."""
+    graph, start, end = facts.graph, inner.start, inner.end
     names: dict[int, int] = {}
-    rows: list[Hashable] = []
+    rows: list[Hashable] = [tuple((r.start - start, r.stop - start) for r in Extent(graph, inner.calls).ranges)]
 
     def name(storage: int) -> int:
         return names.setdefault(storage, len(names))
 
-    for op in graph.ops[span.start : span.end]:
+    for op in graph.ops[start:end]:
         written = (tuple(map(name, op.outputs)), tuple(map(name, op.mutates)))
         flags = (op.is_random, op.is_view, op.reads_value)
         rows.append(
@@ -257,12 +386,10 @@ def _kind(facts: Facts, inner: Inner) -> Hashable:
     for s, number in names.items():
         size, is_parameter = graph.storages[s].num_bytes, graph.storages[s].cause == "parameter"
         if s in inner.deaths:
-            ends = [
-                min(c, span.end) - span.start for c in (graph.storages[s].last_ref, inner.deaths[s], facts.deaths[s])
-            ]
+            ends = [min(c, end) - start for c in (graph.storages[s].last_ref, inner.deaths[s], facts.deaths[s])]
             later = (s in inner.pinned, s in inner.needed, inner.deaths[s] >= inner.at, facts.deaths[s] >= inner.at)
-            rows.append((number, size, *ends, *later, facts.is_mutated(s, span.end, len(graph.ops))))
+            rows.append((number, size, *ends, *later, facts.is_mutated(s, end, len(graph.ops))))
         else:
             rows.append((number, is_parameter))
-    rows.append(tuple(r.packed - span.start for r in facts.saved_in(inner.call)))
+    rows.append(tuple(r.packed - start for r in facts.saved_in(*inner.calls)))
     return tuple(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoremat._replay import is_uncounted
+from autoremat._replay import Extent, RegionSpec, is_uncounted
 from autoremat._step_graph import Op
 from autoremat.solve._facts import Facts
 
@@ -47,18 +47,26 @@ class Inner:
     """How the storages of a region stand to the rest of the step.
 
     Attributes:
-        call: Index of the module call.
+        calls: The module call, or the sibling calls of a span.
+        start: Clock at which the first starts.
+        end: Clock at which the last ends.
         at: Clock of its recompute.
         needed: Storages born in it that autograd saved in it.
         deaths: When each storage born in it would die without those saved tensors.
         pinned: Storages born in it that stay alive for others well after it, until or into their backward.
     """
 
-    call: int
+    calls: tuple[int, ...]
+    start: int
+    end: int
     at: int
     needed: frozenset[int]
     deaths: dict[int, int]
     pinned: frozenset[int]
+
+    def spec(self, kept: frozenset[int] = frozenset()) -> RegionSpec:
+        """The region that stores these."""
+        return RegionSpec(self.calls[0], kept, then=self.calls[1:])
 
     def is_free(self, storage: int) -> bool:
         """Whether keeping a storage takes no bytes that count."""
@@ -74,9 +82,8 @@ def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Un
         op_cost: Cost of each op of the step.
     """
     graph = facts.graph
-    span = graph.calls[inner.call]
-    stop = max((r.packed for r in facts.saved_in(inner.call)), default=span.start)
-    ops = [op for op in graph.ops[span.start : stop] if not op.is_view]
+    stop = max((r.packed for r in facts.saved_in(*inner.calls)), default=inner.start)
+    ops = [graph.ops[i] for i in Extent(graph, inner.calls).indices(stop) if not graph.ops[i].is_view]
     group = _group_storages(ops, inner)
     units: dict[int, Unit] = {}
     for op in ops:
@@ -133,7 +140,6 @@ def _connect(facts: Facts, inner: Inner, units: Sequence[Unit]) -> None:
 def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
     """Whether a storage, in the state that it has when the region ends, can stand in for the op that made it."""
     graph = facts.graph
-    span = graph.calls[inner.call]
     birth = graph.storages[storage].born
     if storage not in graph.ops[birth].outputs:
         return False
@@ -141,8 +147,8 @@ def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
     if not mutations:
         return True
     last = mutations[-1]
-    if any(len({*graph.ops[index].outputs, *graph.ops[index].mutates}) > 1 for index in mutations if index < span.end):
+    if any(len({*graph.ops[index].outputs, *graph.ops[index].mutates}) > 1 for index in mutations if index < inner.end):
         # Recompute may want the other result of such an op; running it would write the stored one a second time.
         return False
-    early = (op for op in graph.ops[birth + 1 : min(last, span.end)] if not op.is_view and storage not in op.mutates)
-    return last < span.end and not any(storage in op.inputs for op in early)
+    early = (op for op in graph.ops[birth + 1 : min(last, inner.end)] if not op.is_view and storage not in op.mutates)
+    return last < inner.end and not any(storage in op.inputs for op in early)

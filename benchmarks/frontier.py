@@ -1,0 +1,273 @@
+"""Every way to checkpoint a GPT-2 that runs here, for real, beside our frontier: peak, extra FLOPs, planning time.
+
+    python benchmarks/frontier.py [--json FILE] [--skip-compile]
+
+GPT-2 with 12 layers, 512 wide, 512 tokens, batch 2, vocabulary 8,192, float32, no dropout; forward and backward with
+gradients preallocated. All rows run in one process. The peak is that of the profiler's memory events above what is
+alive before the step, as a share of the plain step's; FLOPs are counted by a dispatch mode of this file, as a share of
+the plain step's. Neither shares code with autoremat. torch.compile runs its joint graph and partitioner on eager
+kernels (``aot_eager_decomp_partition``), so that every op is seen; inductor would fuse elementwise work on top.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import time
+import types
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import autoremat as ar
+
+SHARES = (0.472, 0.442, 0.41, 0.393, 0.35, 0.32, 0.291, 0.193, 0.161, 0.15, 0.14)
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+}
+MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def build():
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=512, n_head=8, n_positions=512, vocab_size=8192, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, loss_type="ForCausalLMLoss",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randint(0, 8192, (2, 512))
+    model = transformers.GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+class Flops(TorchDispatchMode):
+    """Sums the FLOPs of matrix products and attention; holds no tensors."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name in ("mm", "addmm", "bmm", "baddbmm"):
+            a, b = args[-2:]
+            self.total += 2 * a.numel() * b.shape[-1]
+        elif name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+            # Scores and weighted values; backward also makes the scores again: five products for two.
+            is_backward = name.endswith("backward")
+            query, key = args[1:3] if is_backward else args[0:2]
+            product = 2 * query.numel() * key.shape[-2]
+            self.total += product * (5 if is_backward else 2)
+        return out
+
+
+def step(model, batch):
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item()
+
+
+def measure(model, batch):
+    """Peak bytes above what was alive, and FLOPs."""
+    with Flops() as flops:
+        step(model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            loss = step(model, batch)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    live = peak = 0
+    for event in events:
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, flops.total, loss
+
+
+class Segment(nn.Module):
+    """Consecutive blocks under one call of torch's checkpoint."""
+
+    def __init__(self, blocks, context_fn=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.options = {} if context_fn is None else {"context_fn": context_fn}
+
+    def forward(self, x, *args, **kwargs):
+        def run(x):
+            for block in self.blocks:
+                x = block(x, *args, **kwargs)
+            return x
+
+        return checkpoint(run, x, use_reentrant=False, **self.options)
+
+
+@contextlib.contextmanager
+def segments(model, size, context_fn=None):
+    blocks = model.transformer.h
+    groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+    model.transformer.h = nn.ModuleList(Segment(group, context_fn) for group in groups)
+    layers, model.config.n_layer = model.config.n_layer, len(groups)
+    model.transformer.config.num_hidden_layers = len(groups)
+    try:
+        yield
+    finally:
+        model.transformer.h = blocks
+        model.config.n_layer = layers
+        model.transformer.config.num_hidden_layers = layers
+
+
+def saving(ops, every=1):
+    """A context function that stores the outputs of these ops (of matrix products every n-th)."""
+
+    def contexts():
+        seen = [0]
+
+        def policy(ctx, op, *args, **kwargs):
+            if op not in ops:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            if op in MATMULS and not ctx.is_recompute:
+                seen[0] += 1
+            if op in MATMULS and every > 1:
+                key = "again" if ctx.is_recompute else "first"
+                policy.counts[key] = policy.counts.get(key, 0) + 1
+                if policy.counts[key] % every == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE
+
+        policy.counts = {}
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+@contextlib.contextmanager
+def compiled(model, budget):
+    from torch._functorch import config as functorch_config
+
+    torch._dynamo.reset()
+    forward = model.forward
+    with functorch_config.patch(activation_memory_budget=budget):
+        model.forward = types.MethodType(
+            torch.compile(type(model).forward, backend="aot_eager_decomp_partition"), model
+        )
+        try:
+            yield
+        finally:
+            model.forward = forward
+            torch._dynamo.reset()
+
+
+def peers(model, *, with_compile):
+    yield "plain", contextlib.nullcontext()
+    yield "torch checkpoint, every block", segments(model, 1)
+    for size in (2, 3, 4, 6):
+        yield f"torch checkpoint, segments of {size}", segments(model, size)
+    yield "torch selective, attention", segments(model, 1, saving(ATTENTION))
+    yield "torch selective, matmuls", segments(model, 1, saving(MATMULS))
+    yield "torch selective, attention + matmuls", segments(model, 1, saving(ATTENTION | MATMULS))
+    yield "torch selective, attention + half the matmuls", segments(model, 1, saving(ATTENTION | MATMULS, every=2))
+    if with_compile:
+        for tenth in range(10, -1, -1):
+            yield f"torch.compile, budget {tenth / 10}", compiled(model, tenth / 10)
+
+
+def ours(model, batch, plain_peak):
+    """Our plans at fixed shares of the plain peak above what is static, and at the smallest."""
+    start = time.perf_counter()
+    graph = ar.trace(model, batch, optimizer=None, gradients="kept")
+    traced_s = time.perf_counter() - start
+    static = graph.static_bytes
+    start = time.perf_counter()
+    curve = ar.frontier(graph, num_points=64)
+    solved_s = time.perf_counter() - start
+    budgets = [static + int(share * plain_peak) for share in SHARES]
+    budgets = [*(b for b in budgets if b >= curve.smallest_bytes), curve.smallest_bytes]
+    plans = [curve.plan(budget) for budget in budgets]
+    return [("ours", plan, traced_s + solved_s) for plan in plans], curve
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--skip-compile", action="store_true")
+    options = parser.parse_args()
+    model, batch = build()
+    rows = []
+
+    def run(name, context, **more):
+        start = time.perf_counter()
+        try:
+            with context:
+                peak, flops, loss = measure(model, batch)
+        except Exception as error:  # noqa: BLE001 - a peer that does not run is a row that says so
+            rows.append({"name": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"})
+            return
+        rows.append(
+            {
+                "name": name,
+                "peak_bytes": peak,
+                "flops": flops,
+                "loss": loss,
+                "took_s": time.perf_counter() - start,
+                **more,
+            }
+        )
+
+    for name, context in peers(model, with_compile=not options.skip_compile):
+        run(name, context)
+    plain = rows[0]
+    plans, curve = ours(model, batch, plain["peak_bytes"])
+    for name, plan, planned_s in plans:
+        predicted = plan.planned.peak_bytes - plan.static_bytes
+        run(name, ar.apply(model, plan), predicted_bytes=predicted, bound=plan.bound, planned_s=planned_s)
+    for row in rows:
+        if "peak_bytes" in row:
+            row["peak"] = row["peak_bytes"] / plain["peak_bytes"]
+            row["extra_flops"] = row["flops"] / plain["flops"] - 1
+    report(rows, plain, curve)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        found = {"machine": machine(), "rows": rows, "frontier": curve.to_dict()}
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def machine():
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def report(rows, plain, curve):
+    table = Table(title=f"GPT-2 12 x 512, forward and backward ({machine()})")
+    for name in ("how", "peak", "extra FLOPs", "bound", "ours at that peak", "predicted = measured"):
+        table.add_column(name, justify="left" if name == "how" else "right")
+    our = [row for row in rows if row["name"] == "ours" and "peak" in row]
+    beaten = 0
+    for row in rows:
+        if "failed" in row:
+            table.add_row(row["name"], "does not run:", row["failed"])
+            continue
+        best = min((o["extra_flops"] for o in our if o["peak"] <= row["peak"] + 1e-3), default=math.inf)
+        is_peer = row["name"] != "ours"
+        beaten += is_peer and best <= row["extra_flops"] + 1e-4
+        same = "" if is_peer else str(row["predicted_bytes"] == row["peak_bytes"])
+        bound = "" if is_peer else f"{row['bound']:.2%}"
+        shown = (f"{best:.2%}" if math.isfinite(best) else "none") if is_peer else ""
+        table.add_row(row["name"], f"{row['peak']:.3f}", f"{row['extra_flops']:.2%}", bound, shown, same)
+    Console(width=140).print(table)
+    num_peers = sum(row["name"] != "ours" and "peak" in row for row in rows)
+    print(f"ours is at or below {beaten} of {num_peers} rows of others")
+    print(f"losses: {sorted({row['loss'] for row in rows if 'loss' in row})}")
+    print(f"trace and frontier of {len(curve.points)} plans: {our[0]['planned_s']:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
