@@ -26,12 +26,14 @@ class Setting:
         build: Returns the model and its batch.
         options: As for `autoremat.trace`.
         quick: Whether it is part of ``--quick``.
+        why: What a difference between prediction and measurement comes from, where there is one.
     """
 
     name: str
     build: Callable[[], tuple[nn.Module, dict[str, Tensor]]]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
+    why: str = ""
 
 
 def tokens(batch: int, length: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:

@@ -102,3 +102,18 @@ def test_a_plan_over_the_budget_is_made_again_with_less():
     assert error.value.smallest_bytes > budget
     with pytest.raises(ar.PlanError, match=f"After {MAX_ROUNDS} rounds.*dry_run=False"):
         keep_budget(make, budget, lambda plan: dataclasses.replace(run(plan, 0), peak_bytes=budget + 1))
+
+
+def test_a_mixture_of_experts_runs_dry():
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    model, ids = transformers.MixtralForCausalLM(config), torch.arange(32).view(2, 16)
+    batch = {"input_ids": ids, "labels": ids}
+    graph = ar.trace(model, batch)
+    specs = region_specs(graph, ["model.layers.0", "model.layers.1"], keep=False)
+    plan = ar.Plan(regions=describe_all(graph, specs))
+    assert dry_run(model, batch, plan).peak_bytes == peak_bytes(graph, expand(graph, specs))

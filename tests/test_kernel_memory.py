@@ -51,6 +51,9 @@ def test_allocations_are_seen_in_order_and_inside_another_profiler():
     [
         ("mul.Tensor", (torch.ones(8, 8), 2.0)),
         ("div.Tensor", (torch.ones(8, 8, dtype=torch.bfloat16), 2.0)),
+        ("add.Tensor", (torch.ones(8, 8, dtype=torch.bfloat16), torch.ones(8, 8))),
+        ("mul.Tensor", (torch.ones(3, 8, 8), torch.ones(8, 1, dtype=torch.bfloat16))),
+        ("add_.Tensor", (torch.ones(3, 8), torch.ones(3, 8, dtype=torch.bfloat16))),
         ("mean.default", (torch.ones(8, 8),)),
         ("_safe_softmax.default", (torch.ones(4, 8), -1)),
         (
@@ -73,3 +76,13 @@ def test_a_trace_has_the_sizes_that_kernels_really_allocate():
     fake, real = (ar.trace(model, x, loss=lambda y: nn.functional.mse_loss(y, x), fake=fake) for fake in (True, False))
     made = [next(op for op in graph.ops if op.name == "aten.mse_loss.default").outputs[0] for graph in (fake, real)]
     assert fake.storages[made[0]].num_bytes == real.storages[made[1]].num_bytes == x.nbytes
+
+
+def test_what_is_too_large_to_be_asked_goes_by_a_rule_that_is_not_too_low():
+    for m, k, n in ((512, 128, 512), (96, 640, 32)):
+        a, b = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16).t()
+        told = kernel_memory(aten.mm.default, (a, b), {}).workspace_bytes
+        assert told <= workspace_bytes("aten.mm.default", (a, b), [a @ b]) == torch.get_num_threads() * 2**21
+    x = torch.zeros(4, 4)
+    assert kernel_memory(aten.mm.default, (x, x), {}).workspace_bytes == 0
+    assert workspace_bytes("aten.mm.default", (x, x), [x]) == 0

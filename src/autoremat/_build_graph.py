@@ -238,8 +238,11 @@ def _attached(
     with attach(twin, recorder):
         leaves = [*twin.parameters(), *(x for x in tree_iter(batch) if isinstance(x, torch.Tensor))]
         before = {tensor: tensor.grad for tensor in leaves}
-        with preserved_random_state():
+        warm_up = Recorder(recorder.fake_mode, device_kind="cuda")  # for its fake kernels; no need to ask real ones
+        warm_up.without_memory = recorder.without_memory
+        with preserved_random_state(), warm_up:
             run()
+        warm_up.close()
         for tensor, gradient in before.items():
             tensor.grad = gradient
         yield

@@ -1,9 +1,10 @@
-"""Memory that a CPU kernel takes and returns within one op, by operator.
+"""Memory that a CPU kernel takes and returns within one op, by operator, where the kernel itself is not asked.
 
-Each rule states what the kernel allocates, worked out from the profiler's memory events on torch 2.13 (CPU, float32)
-and from the sizes in ATen's sources. Operators without a rule count as taking nothing, though a few take small copies
-(indices of an embedding's gradient, comparisons with a number). Rules for convolutions and recurrent layers depend on
-oneDNN's choice of kernel and are upper estimates in most cases; the others were exact on the sizes tried.
+`_kernel_memory.py` asks the kernel, for all calls but very large ones; these go by the rules here. Each states what
+the kernel allocates, worked out from the profiler's memory events on torch 2.13 (CPU, float32) and from the sizes in
+ATen's sources. Operators without a rule count as taking nothing, though a few take copies (indices of an embedding's
+gradient). Rules for convolutions, recurrent layers and matmuls in reduced precision depend
+on oneDNN's choice of kernel and are upper estimates in most cases; the others were exact on the sizes tried.
 
 Known limits: CUDA kernels have no rules (cuBLAS and cuDNN workspaces belong to the allocator's reserve).
 """
@@ -58,6 +59,13 @@ def _wrapped_number(args: Sequence[Any], results: Sequence[Tensor]) -> int:
         return 0
     size = results[0].element_size()
     return _DOUBLE_BYTES if size == _DOUBLE_BYTES else _DOUBLE_BYTES + size
+
+
+def _elementwise(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Numbers as tensors, and operands of another dtype than the result as copies in that."""
+    size = results[0].element_size() if results else 0
+    others = [a for a in args[:2] if isinstance(a, Tensor) and a.dim() and results and a.dtype != results[0].dtype]
+    return _wrapped_number(args, results) + sum(a.numel() * size for a in others)
 
 
 def _mean(args: Sequence[Any], results: Sequence[Tensor]) -> int:
@@ -144,6 +152,16 @@ def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int
     return max(first, second) - (_bytes(x) if mask[0] else 0)
 
 
+_REDUCED_MM_BYTES = 2 * 2**20
+"""What each thread of a matmul in reduced precision packs and accumulates in: up to 1.7 MB were seen (AVX-512)."""
+
+
+def _matmul(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Float32 takes nothing that torch allocates."""
+    is_reduced = results[0].dtype in (torch.bfloat16, torch.float16)
+    return int(torch.get_num_threads()) * _REDUCED_MM_BYTES if is_reduced else 0
+
+
 _RNN_BYTES = 16 * 2**10
 """What oneDNN's recurrent kernels take whatever the sizes: 15 to 17 KiB were seen."""
 
@@ -166,8 +184,9 @@ def _rnn_layer_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int:
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "rsub"), _wrapped_number),
+    **dict.fromkeys(("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "rsub"), _elementwise),
     "mean": _mean,
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _matmul),
     "_safe_softmax": _safe_softmax,
     "native_layer_norm_backward": _layer_norm_backward,
     "native_batch_norm": _batch_norm,
