@@ -79,6 +79,8 @@ class OpTable(dict[Any, "Operator | None"]):
 
     def __init__(self, region: Region) -> None:
         super().__init__()
+        self.by_id: dict[int, Operator | None] = {}
+        """The same by identity: an operator's hash is a Python function, and it is taken at every op."""
         self.num_slots = 0
         self.has_skipped_random = False
         planned: dict[str, dict[int, Planned]] = {}
@@ -123,6 +125,11 @@ class OpTable(dict[Any, "Operator | None"]):
             return self._add(operator, {})
         self[operator] = None
         return None
+
+    def learn(self, operator: Any) -> Operator | None:
+        """What is known of an operator that is not in `by_id` yet."""
+        found = self.by_id[id(operator)] = self[operator]
+        return found
 
     def unmatched(self, seen: set[tuple[int, int]]) -> list[str]:
         """Planned op calls that are not among these."""
@@ -258,13 +265,17 @@ class Recorder(_Mode):
 
     def __init__(self, table: OpTable, store: Store) -> None:
         self.table = table
+        self.by_id = table.by_id
         self.store = store
         self.position = 0
         self.counts = [0] * (table.num_slots + 1)
         self.pending: RandomStates | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entry = self.table[func]
+        try:
+            entry = self.by_id[id(func)]
+        except KeyError:
+            entry = self.table.learn(func)
         if entry is not None:
             if entry.is_uncounted:
                 return func(*args, **kwargs) if kwargs else func(*args)
@@ -324,6 +335,7 @@ class Player(_Mode):
 
     def __init__(self, table: OpTable, store: Store, region: str) -> None:
         self.table = table
+        self.by_id = table.by_id
         self.store = store
         self.region = region
         self.position = 0
@@ -332,7 +344,10 @@ class Player(_Mode):
         self.skipped_writes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entry = self.table[func]
+        try:
+            entry = self.by_id[id(func)]
+        except KeyError:
+            entry = self.table.learn(func)
         if entry is not None:
             if entry.is_uncounted:
                 return func(*args, **kwargs) if kwargs else func(*args)
