@@ -345,7 +345,7 @@ class Replay:
         self._index = index + 1
         # With its grad_fn, a kept tensor would hold the recomputed graph, and an output its own node.
         if not tensor.is_leaf:
-            tensor = compat.detached(tensor) if self._mode is not None else tensor.detach()
+            tensor = self._without_graph(tensor)
         if index < len(frame.holders):
             holder = frame.holders[index]()
             seen = tensor.shape, tensor.dtype, tensor.device
@@ -362,6 +362,12 @@ class Replay:
         if index >= self._last:
             self.stop_if_satisfied()
         return tensor
+
+    def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._mode is None:
+            return tensor.detach()
+        stored = self._mode.original(tensor)
+        return stored if stored is not None else compat.detached(tensor)
 
     def stop_if_satisfied(self) -> None:
         """Leave forward if nothing more is needed."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ from autoremat._plan import UNCOUNTED_OPS, Region
 from autoremat.runtime._ambient import RandomStates, read_torch_random
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._stand_in import Origin, Shape, StandIn, shape_of
-from autoremat.runtime._torch_compat import PLAIN_TENSORS, alias
+from autoremat.runtime._torch_compat import PLAIN_TENSORS, alias, shared_versions
 
 _aten = torch.ops.aten
 _TO_COPY = _aten._to_copy.default
@@ -241,11 +242,11 @@ def _draws(entry: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return entry.is_random and is_random_call(op_info(func), args, kwargs)
 
 
-def _note(output: Any, index: int, saved: tuple[int, ...]) -> Any:
+def _note(output: Any, index: int, saved: tuple[int, ...], context: Any) -> Any:
     if not isinstance(output, torch.Tensor):
         return output
     if index in saved:
-        return Stored(alias(output))
+        return Stored(alias(output, context))
     return shape_of(output)
 
 
@@ -266,6 +267,7 @@ class Recorder(_Mode):
     def __init__(self, table: OpTable, store: Store) -> None:
         self.table = table
         self.by_id = table.by_id
+        self.context = shared_versions()
         self.store = store
         self.position = 0
         self.counts = [0] * (table.num_slots + 1)
@@ -314,12 +316,12 @@ class Recorder(_Mode):
         container = None
         outputs: list[Any] = []
         if call.saved == _FIRST and isinstance(result, torch.Tensor):  # by far the most frequent
-            outputs.append(Stored(alias(result)))
+            outputs.append(Stored(alias(result, self.context)))
         elif entry.returns_argument is None or call.saved:
             container = type(result) if isinstance(result, (tuple, list)) else None
             num_tensors = 0
             for output in result if container is not None else (result,):
-                outputs.append(_note(output, num_tensors, call.saved))
+                outputs.append(_note(output, num_tensors, call.saved, self.context))
                 num_tensors += isinstance(output, torch.Tensor)
         self.store.records[key] = Record(position, outputs, container)
 
@@ -336,12 +338,14 @@ class Player(_Mode):
     def __init__(self, table: OpTable, store: Store, region: str) -> None:
         self.table = table
         self.by_id = table.by_id
+        self.context = shared_versions()
         self.store = store
         self.region = region
         self.position = 0
         self.counts = [0] * (table.num_slots + 1)
         self.num_run = self.num_stored = self.num_skipped = 0
         self.skipped_writes: dict[int, int] = {}
+        self.handed: dict[int, tuple[ref[torch.Tensor], torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -381,6 +385,11 @@ class Player(_Mode):
         if record is None or record.position != position:
             self._refuse_order(entry, occurrence, position, record)
         return self._hand_out(entry, call, record, (func, args, kwargs))
+
+    def original(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The stored output that this very tensor was handed out for."""
+        handed, stored = self.handed.get(id(tensor), (None, None))
+        return stored if handed is not None and handed() is tensor else None
 
     def skip(self, num_ops: int, counts: tuple[int, ...]) -> None:
         """Count ops that forward ran and recompute does not, because no planned call is among them."""
@@ -432,7 +441,9 @@ class Player(_Mode):
                     "the region ended. Keep the operation inside the region, write it out of place, or plan again "
                     "without this saved output."
                 )
-            return alias(output.tensor)
+            handed = alias(output.tensor, self.context)
+            self.handed[id(handed)] = ref(handed), output.tensor
+            return handed
         if isinstance(output, Shape):
             what = f"the output of {entry.name}, which the plan leaves out of recompute"
             return StandIn(output, Origin(what, self.region))

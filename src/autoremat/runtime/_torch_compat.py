@@ -49,6 +49,7 @@ __all__ = [
     "replace_function_modes",
     "runs_while_tracing",
     "sdpa_flags",
+    "shared_versions",
     "skip_side_effects_in_recompute",
     "top_hooks",
     "transforms_or_tracing_active",
@@ -141,12 +142,21 @@ _KeyGuard = torch._C._SetExcludeDispatchKeyGuard
 _VERSION_KEY = torch._C.DispatchKey.ADInplaceOrView
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
+def shared_versions() -> Any:
+    """A context for `alias`, for one thread; entering it again is cheaper than making another."""
+    return _KeyGuard(_VERSION_KEY, False)
+
+
+def alias(tensor: torch.Tensor, context: Any) -> torch.Tensor:
     """A detached alias that shares the version counter, for use inside a dispatch mode.
 
     Below autograd, ``detach`` makes an alias with a counter of its own; this key is what shares it.
+
+    Args:
+        tensor: What to make an alias of.
+        context: From `shared_versions`.
     """
-    with _KeyGuard(_VERSION_KEY, False):
+    with context:
         return tensor.detach()
 
 
@@ -154,7 +164,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()`` that modes do not see, where that makes no difference: a tenth of the time under a mode."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return tensor.detach()
-    with torch._C._DisableTorchDispatch():
+    with torch._C._DisableTorchDispatch():  # takes effect when it is made, so that it cannot be made beforehand
         return tensor.detach()
 
 
