@@ -188,14 +188,14 @@ class _Table:
         micro = recipe.micro_batch
         if micro is None:
             parts = [d for d in range(1, whole) if whole % d == 0]
-            fitting = [d for d in parts if self._least(d, recipe, accumulates=True) <= self.budget_bytes]
-            micro = max(fitting, default=min(parts, default=0))
+            fitting = (d for d in reversed(parts) if self._can_fit(d, recipe, accumulates=True))
+            micro = next(fitting, min(parts, default=0))
             if not micro:
                 return None  # one sample cannot be split
         return self._worked_out(recipe, micro, whole // micro)
 
-    def _least(self, samples: int, recipe: _Recipe, *, accumulates: bool = False) -> int:
-        return self.way(self._setting(samples, recipe.precision, accumulates=accumulates), recipe.regions).least_bytes
+    def _can_fit(self, samples: int, recipe: _Recipe, *, accumulates: bool) -> bool:
+        return self.way(self._setting(samples, recipe.precision, accumulates=accumulates), recipe.regions).can_fit
 
     def _worked_out(self, recipe: _Recipe, micro: int, accumulate: int) -> AdviceRow:
         way = self.way(self._setting(micro, recipe.precision, accumulates=accumulate > 1), recipe.regions)
@@ -257,11 +257,12 @@ class _Table:
             recipe = _Recipe("fastest setting", precision, "planned", None, "a plan, a loop, autocast as the row says")
             tried = 0
             for micro in sorted((d for d in range(1, effective + 1) if effective % d == 0), reverse=True):
-                if self._least(micro, recipe, accumulates=micro < effective) > self.budget_bytes:
+                if not self._can_fit(micro, recipe, accumulates=micro < effective):
                     continue
                 found.append(self._worked_out(recipe, micro, effective // micro))
                 tried += 1
-                if tried == MAX_MICRO_BATCHES:
+                plain = self.way(self._setting(micro, precision, accumulates=micro < effective), "planned").specs == ()
+                if plain or tried == MAX_MICRO_BATCHES:  # where nothing is recomputed, smaller only means more launches
                     break
         return min((row for row in found if row.fits), key=lambda row: row.step_s, default=None)
 

@@ -168,7 +168,21 @@ class Way:
             return ()
         if self.regions == "every block":
             return every_block(self.graph)
+        if self.plain_bytes <= self.budget_bytes:
+            return ()
         return self.planning.planner.plan(self.budget_bytes).regions
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """The peak without regions."""
+        return peak_bytes(self.graph, expand(self.graph))
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether this way fits the budget; planning is only asked where the plain step does not."""
+        if self.regions == "planned" and self.plain_bytes <= self.budget_bytes:
+            return True
+        return self.least_bytes <= self.budget_bytes
 
     @property
     def least_bytes(self) -> int:
