@@ -32,6 +32,7 @@ class Facts:
         saved_at: What autograd saved, by innermost module call.
         mutated_at: Ops that write a storage in place, by storage, in order.
         changes: Clock and storage of each in-place write in forward and backward to what is no parameter or buffer.
+        readers_of: Ops that read each of these storages.
         during: Live bytes of the plain step while each op runs.
         between: Live bytes of the plain step just before each op, and at the end.
         spans: First and last clock of each micro-step, backward included.
@@ -45,6 +46,7 @@ class Facts:
     saved_at: dict[int, list[SavedTensor]]
     mutated_at: dict[int, list[int]]
     changes: tuple[tuple[int, int], ...]
+    readers_of: dict[int, list[int]]
     during: Bytes
     between: Bytes
     spans: tuple[tuple[int, int], ...]
@@ -101,6 +103,17 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
     for op in graph.ops:
         for storage_index in op.mutates:
             mutated_at[storage_index].append(op.index)
+    changes = tuple(
+        (op.index, s)
+        for op in graph.ops
+        for s in op.mutates
+        if op.phase != "optimizer" and graph.storages[s].cause not in ("buffer", "parameter")
+    )
+    readers_of: dict[int, list[int]] = {s: [] for _, s in changes}
+    for op in graph.ops:
+        for storage_index in op.inputs:
+            if storage_index in readers_of:
+                readers_of[storage_index].append(op.index)
     during, between = _live_bytes(graph, deaths)
     return Facts(
         graph=graph,
@@ -108,12 +121,8 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         records_of=dict(records_of),
         saved_at=dict(saved_at),
         mutated_at=dict(mutated_at),
-        changes=tuple(
-            (op.index, s)
-            for op in graph.ops
-            for s in op.mutates
-            if op.phase != "optimizer" and graph.storages[s].cause not in ("buffer", "parameter")
-        ),
+        changes=changes,
+        readers_of=readers_of,
         during=during,
         between=between,
         spans=_micro_steps(graph),

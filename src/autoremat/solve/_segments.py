@@ -31,10 +31,11 @@ MIN_SHARE_OF_SIBLING = 0.1
 MAX_OPS = 300
 """Larger intervals are not solved as one region: their parts are."""
 MAX_SPAN = 8
-"""Calls in a span whose stored outputs are chosen; longer ones are only nests."""
+MAX_SPANS = 400
+"""Calls in a span whose stored outputs are chosen, and spans of one stack (shorter first); others are only nests."""
 MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
-MAX_CUTS = 48
+MAX_CUTS = 36
 """Places between the calls of a stack at which nests may start or stop."""
 _SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
@@ -184,6 +185,8 @@ def _spans(facts: Facts, stacks: Iterable[Calls], total: int) -> list[Calls]:
     for stack in stacks:
         gains: dict[Calls, int] = {}
         for length in range(1, min(MAX_SPAN, len(stack)) + 1):
+            if length > 2 and length * len(stack) > MAX_SPANS:
+                break
             for first in range(len(stack) - length + 1):
                 calls = stack[first : first + length]
                 if graph.calls[calls[-1]].end - graph.calls[calls[0]].start > MAX_OPS:
@@ -227,7 +230,7 @@ def _is_possible(facts: Facts, calls: Calls) -> bool:
     if any(graph.storages[s].born in extent for s in held):
         return False
     suspects = {s for s in facts.changed_between(start, until) if graph.storages[s].born not in extent}
-    return not suspects or not any(s in graph.ops[i].inputs or s in held for i in extent.indices() for s in suspects)
+    return not any(s in held or any(op in extent for op in facts.readers_of[s]) for s in suspects)
 
 
 def _in_reverse_order(facts: Facts, groups: dict[Calls, tuple[Calls, ...]]) -> dict[Calls, tuple[Calls, ...]]:
