@@ -118,3 +118,17 @@ def test_what_is_alive_says_which_line_made_it():
     made = next(op for op in graph.ops if op.name == "aten.exp.default")
     assert made.line.rpartition("/")[2].split(":")[0] == "test_ledger.py"
     assert {op.line for op in graph.ops if op.phase != "forward"} == {""}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_workspaces_are_those_of_the_threads_at_hand(num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        case = MODELS["resnet"]()
+        model = case.build()
+        predicted = ar.profile(ar.trace(model, case.batch, loss=case.loss_fn)).peak_bytes
+        measured = ar.measure(model, case.batch, loss=case.loss_fn, num_steps=1).planned.peak_bytes
+    finally:
+        torch.set_num_threads(before)
+    assert predicted == measured
