@@ -464,6 +464,17 @@ def test_explain_lists_what_a_span_stores_that_does_not_link():
     assert names == ["argument 0", "argument 0 of h.1", "argument 0 of h.2", "argument 0 of h.3"]
 
 
+def test_explain_names_the_calls_of_a_span_that_did_not_run():
+    model = Chain(4)
+    model.h = model.h[:3]
+    with apply(model, Plan((span(0, 2),))):
+        model.h = model.h[:2]
+        model(*BATCH).backward()
+        region = ar.explain(model).regions[0]
+    assert region.unmatched == ("call of h.2",)
+    assert [s.name for s in region.held] == ["argument 0"]
+
+
 def test_nothing_lives_on():
     model, batch = wide_chain(8)
     with apply(model, Plan(nested(0, 7, 2, whole=True))):

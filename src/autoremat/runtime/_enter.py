@@ -16,9 +16,6 @@ from autoremat.runtime._recipe import Entry, Recipe, Run
 from autoremat.runtime._selective import Recorder, Store
 from autoremat.runtime._stack import STACK, Active, end_call, num_saved
 
-MAX_NOTED_CALLS = 64
-"""How many executions `explain` looks at, where forward runs and runs without a backward."""
-
 
 def enter(
     recipe: Recipe,
@@ -189,8 +186,6 @@ def _finish(frame: Frame, run: Run) -> None:
     if run.part < len(recipe.parts) - 1:
         return
     frame.close()
-    if not recipe.num_recomputes and recipe.num_calls <= MAX_NOTED_CALLS and frame.parent is None:
-        recipe.note(frame.runs, frame.store)
     if not frame.holders and not frame.children:
         frame.release()
 

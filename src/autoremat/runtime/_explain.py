@@ -41,7 +41,7 @@ class ExplainedRegion(JsonResult):
         num_recomputes: How many of them were recomputed.
         held: What it held at the end of forward, of what no earlier region held.
         held_bytes: Their bytes.
-        unmatched: Planned op calls that did not run; recompute does their work again.
+        unmatched: Planned op calls that did not run, whose work recompute does again, and calls of a span that did not.
     """
 
     path: str
@@ -109,6 +109,9 @@ def explain(model: nn.Module) -> Explanation:
                 held.append(HeldStorage(name, num_bytes))
         ran = recipe.table is not None and recipe.num_calls > 0
         unmatched = tuple(recipe.table.unmatched(recipe.matched)) if ran and recipe.table is not None else ()
+        if recipe.num_calls > 0:
+            missing = [part.path for i, part in enumerate(recipe.parts) if i not in recipe.matched_parts]
+            unmatched = (*(f"call of {path}" for path in missing), *unmatched)
         regions.append(
             ExplainedRegion(
                 region.path,

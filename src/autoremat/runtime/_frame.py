@@ -147,6 +147,8 @@ class Frame:
             self.is_closed = True
             if self.hooks is not None and not self.is_inline:
                 self.hooks.seal()
+            if self.parent is None and not self.is_inline:
+                self.recipe.note(self.runs, self.store)
             for ref in self.children:
                 child = ref()
                 if child is not None and not child.is_running:

@@ -27,6 +27,9 @@ from autoremat.runtime._selective import OpTable, Store, Stored
 from autoremat.runtime._structure import Copier, loosen_unchanged
 from autoremat.runtime._torch_compat import has_no_data
 
+MAX_NOTED_CALLS = 64
+"""How many executions `explain` looks at, where forward runs and runs without a backward."""
+
 
 class Learned:
     """What earlier executions of the same code have shown.
@@ -115,13 +118,14 @@ class Recipe:
         num_outputs_stored: Stored outputs handed out.
         num_ops_skipped: Ops left out.
         held: What executions held at the end of forward, as far as noted: address, bytes and name of each storage.
+        matched_parts: Module calls that ran in one of these executions.
         matched: Planned op calls that ran in one of these executions: slot of the operator, occurrence.
     """
 
     __slots__ = (
-        "__weakref__", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched", "name",
-        "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored", "num_recomputes", "parts",
-        "preserve_rng_state", "runs_own_hooks", "table",
+        "__weakref__", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched",
+        "matched_parts", "name", "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored",
+        "num_recomputes", "parts", "preserve_rng_state", "runs_own_hooks", "table",
     )  # fmt: skip
 
     def __init__(
@@ -153,9 +157,13 @@ class Recipe:
         self.num_ops_run = self.num_outputs_stored = self.num_ops_skipped = 0
         self.held: list[tuple[int, int, str]] = []
         self.matched: set[tuple[int, int]] = set()
+        self.matched_parts: set[int] = set()
 
     def note(self, runs: Sequence[Run], store: Store | None) -> None:
         """Note what an execution holds, for `explain`."""
+        if self.num_recomputes or self.num_calls > MAX_NOTED_CALLS:
+            return
+        self.matched_parts.update(run.part for run in runs)
         tensors: list[tuple[str, torch.Tensor]] = []
         for position, run in enumerate(runs):
             entry, part = run.entry, self.parts[run.part]
