@@ -18,6 +18,7 @@ PUBLIC = [
     "BudgetError",
     "BudgetInfeasible",
     "Calibration",
+    "CallName",
     "DataParallel",
     "Explanation",
     "Frontier",

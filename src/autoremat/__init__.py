@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
     from autoremat._fake import fake_weights
     from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
     from autoremat._measure import measure
-    from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
+    from autoremat._plan import CallName, OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
     from autoremat._report import render_report
     from autoremat._results import MemoryProfile, UsageReport, VerifyReport
@@ -60,7 +60,7 @@ _HOMES = {
     "_fake": ("fake_weights",),
     "_frontier": ("Frontier", "FrontierPoint", "NamedPoint"),
     "_measure": ("measure",),
-    "_plan": ("OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
+    "_plan": ("CallName", "OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
     "_report": ("render_report",),
     "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
@@ -81,6 +81,7 @@ __all__ = [
     "BudgetError",
     "BudgetInfeasible",
     "Calibration",
+    "CallName",
     "DataParallel",
     "Explanation",
     "Frontier",
