@@ -33,7 +33,7 @@ def advice_cells(advice: Advice) -> list[tuple[str, ...]]:
             format_bytes(row.peak_bytes),
             "yes" if row.fits else "no",
             format_seconds(row.step_s),
-            f"{row.samples_per_s:,.3g}",
+            f"{row.samples_per_s:,.0f}" if row.samples_per_s >= 100 else f"{row.samples_per_s:.3g}",
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             row.numerics,
             *("" if size is None else f"{size:,}" for size in (row.largest_batch, row.longest_sequence)),
