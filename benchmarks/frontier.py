@@ -1,12 +1,12 @@
 """Every way to checkpoint a GPT-2 that runs here, for real, beside our frontier: peak, extra FLOPs, planning time.
 
-    python benchmarks/frontier.py [--json FILE] [--skip-compile]
+    python benchmarks/frontier.py [--json FILE]
 
 GPT-2 with 12 layers, 512 wide, 512 tokens, batch 2, vocabulary 8,192, float32, no dropout; forward and backward with
 gradients preallocated. All rows run in one process. The peak is that of the profiler's memory events above what is
 alive before the step, as a share of the plain step's; FLOPs are counted by a dispatch mode of this file, as a share of
-the plain step's. Neither shares code with autoremat. torch.compile runs its joint graph and partitioner on eager
-kernels (``aot_eager_decomp_partition``), so that every op is seen; inductor would fuse elementwise work on top.
+the plain step's. Neither shares code with autoremat. torch.compile is not among the rows: a
+dispatch mode switches it off, and its fused kernels are no ops that could be counted.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import math
 import os
 import platform
 import time
-import types
 import warnings
 from pathlib import Path
 
@@ -150,24 +149,7 @@ def saving(ops, every=1):
     return contexts
 
 
-@contextlib.contextmanager
-def compiled(model, budget):
-    from torch._functorch import config as functorch_config
-
-    torch._dynamo.reset()
-    forward = model.forward
-    with functorch_config.patch(activation_memory_budget=budget):
-        model.forward = types.MethodType(
-            torch.compile(type(model).forward, backend="aot_eager_decomp_partition"), model
-        )
-        try:
-            yield
-        finally:
-            model.forward = forward
-            torch._dynamo.reset()
-
-
-def peers(model, *, with_compile):
+def peers(model):
     yield "plain", contextlib.nullcontext()
     yield "torch checkpoint, every block", segments(model, 1)
     for size in (2, 3, 4, 6):
@@ -176,9 +158,6 @@ def peers(model, *, with_compile):
     yield "torch selective, matmuls", segments(model, 1, saving(MATMULS))
     yield "torch selective, attention + matmuls", segments(model, 1, saving(ATTENTION | MATMULS))
     yield "torch selective, attention + half the matmuls", segments(model, 1, saving(ATTENTION | MATMULS, every=2))
-    if with_compile:
-        for tenth in range(10, -1, -1):
-            yield f"torch.compile, budget {tenth / 10}", compiled(model, tenth / 10)
 
 
 def ours(model, batch, plain_peak):
@@ -199,7 +178,6 @@ def ours(model, batch, plain_peak):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--skip-compile", action="store_true")
     options = parser.parse_args()
     model, batch = build()
     rows = []
@@ -223,7 +201,7 @@ def main():
             }
         )
 
-    for name, context in peers(model, with_compile=not options.skip_compile):
+    for name, context in peers(model):
         run(name, context)
     plain = rows[0]
     plans, curve = ours(model, batch, plain["peak_bytes"])

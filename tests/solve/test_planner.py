@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoremat._ledger import expand, peak_bytes
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
-from autoremat.solve import Planner, Solution, frontier_regions, plan_regions
+from autoremat.solve import Planner, Solution, classic_regions, frontier_regions, plan_regions
 from machine import run_schedule
 from reference import best_cost, cost_of
 from strategies import Recipe, build_step, recipes, step_graphs
@@ -192,3 +192,15 @@ def test_a_limit_that_the_ledger_pushes_below_the_possible_falls_back_to_the_sma
     planner = Planner(graph, op_cost=flops_of(graph), price=price)  # type: ignore[arg-type]
     assert planner.smallest_bytes == 1 << 20
     assert planner.plan(1 << 30).regions == tightest
+
+
+@pytest.mark.parametrize("name", ["every-block", "save:matmuls", "uniform:2"])
+def test_no_plan_is_dearer_than_a_schedule_by_name_that_fits(name: str) -> None:
+    graph = stack(6)
+    planner = planner_of(graph)
+    regions = classic_regions(graph, name)
+    assert regions
+    cost, peak = cost_of(graph, regions, flops_of(graph)), peak_bytes(graph, expand(graph, regions))
+    # One cell of the tree of budgets: what is closer together counts as the same budget.
+    above = peak + (planner.plain_bytes - planner.smallest_bytes) // 1024 + 1
+    assert planner.plan(above).cost <= cost

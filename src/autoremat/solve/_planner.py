@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
 from autoremat.solve._bounds import Bound
+from autoremat.solve._classic import CLASSIC_NAMES, classic_regions
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._options import RegionCost
 from autoremat.solve._problem import build_problem, cost_of
+from autoremat.solve._segments import is_possible
 from autoremat.solve._table import Table
 
 MAX_ROUNDS = 5
@@ -110,6 +112,7 @@ class Planner:
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._nodes: dict[int, _Priced] = {}
         self.plain_bytes = self._priced(()).peak_bytes
+        self._classics = self._price_classics()
         self._smallest = self._find_smallest()
         self._bound = Bound(self._facts, op_cost, self._smallest.peak_bytes, self.plain_bytes)
 
@@ -129,6 +132,15 @@ class Planner:
     def _solve(self, limit_bytes: int) -> _Priced | None:
         picks = self._table.picks(limit_bytes)
         return None if picks is None else self._priced(self._problem.regions(picks))
+
+    def _price_classics(self) -> list[_Priced]:
+        """Schedules known by name: no plan is dearer than one of these that fits its budget."""
+        found = []
+        for name in CLASSIC_NAMES:
+            regions = classic_regions(self._facts.graph, name) or ()
+            if regions and all(is_possible(self._facts, r.calls) and not r.children for r in regions):
+                found.append(self._priced(regions))
+        return found
 
     def _find_smallest(self) -> _Priced:
         """The plan for the smallest limit of the table, as the ledger prices it, or a lower one found on the way."""
@@ -197,7 +209,8 @@ class Planner:
         """The cheapest plan found for a budget inside a cell, between the costs at its ends."""
         if cell.upper.peak_bytes <= budget_bytes:
             return cell.upper
-        best = cell.lower
+        fitting = [p for p in self._classics if p.peak_bytes <= budget_bytes and p.rank >= cell.upper.rank]
+        best = min([cell.lower, *fitting], key=lambda p: (p.rank, p.peak_bytes))
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
         limit, step, was_over = budget_bytes, self._table.width, False
         for _ in range(MAX_ROUNDS):

@@ -213,12 +213,12 @@ def _possible(facts: Facts, twins: dict[int, Calls], intervals: Iterable[Calls])
     for calls in intervals:
         if all(call in twins for call in calls):
             copies = _copies(twins, calls)
-            if all(_is_possible(facts, copy) for copy in copies):
+            if all(is_possible(facts, copy) for copy in copies):
                 found[calls] = copies
     return found
 
 
-def _is_possible(facts: Facts, calls: Calls) -> bool:
+def is_possible(facts: Facts, calls: Calls) -> bool:
     """Whether recompute would find its inputs as forward did, and backward asks for anything at all."""
     graph = facts.graph
     start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
