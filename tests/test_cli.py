@@ -267,15 +267,15 @@ def test_a_wrong_option_exits_with_two():
 
 
 def test_a_plan_that_reserves_more_than_the_device_has_is_pointed_out(capsys):
-    from autoremat import _cli
+    from autoremat import _cli_support
 
     made = synthetic.plan()
     large = dataclasses.replace(made.planned, reserved_bytes=25 * 2**30)
-    _cli._print_plan(dataclasses.replace(made, plain=large, planned=large), json=False, output=None)
+    _cli_support.show_plan(dataclasses.replace(made, plain=large, planned=large), json=False, output=None)
     said = " ".join(capsys.readouterr().out.split())
     assert "reserve 25.0 GiB for this plan, and a step on rtx3090-24g can have 23.4 GiB" in said
     assert "--budget-is reserved" in said
-    _cli._print_plan(made, json=False, output=None)
+    _cli_support.show_plan(made, json=False, output=None)
     assert "Note" not in capsys.readouterr().out
 
 
@@ -314,20 +314,20 @@ def test_report_reads_a_plan(run, models, tmp_path):
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch):
-    from autoremat import _cli
+    from autoremat import _cli_support
 
     seen = []
 
-    class Terminal(_cli.Console):
+    class Terminal(_cli_support.Console):
         def __init__(self, **options):
             super().__init__(force_terminal=True, file=__import__("io").StringIO(), **options | {"stderr": False})
             seen.append(self)
 
-    monkeypatch.setattr(_cli, "Console", Terminal)
-    with _cli._progress(quiet=False) as report:
+    monkeypatch.setattr(_cli_support, "Console", Terminal)
+    with _cli_support.shown_progress(quiet=False) as report:
         report("counting", 0.5)
     assert "counting" in seen[-1].file.getvalue()
-    with _cli._progress(quiet=True) as report:
+    with _cli_support.shown_progress(quiet=True) as report:
         report("counting", 0.5)
     assert seen[-1].file.getvalue() == ""
 

@@ -236,7 +236,7 @@ def test_profiles_of_a_cuda_target_say_what_is_reserved(graph):
 def test_a_budget_of_reserved_bytes_holds_for_them(graph):
     target = "rtx3090-24g"
     smallest = ar.profile(graph, ar.plan(graph, activation_memory_budget=0.5, target=target), target=target)
-    budget = smallest.allocator.allocated_bytes + 8 * MIB
+    budget = smallest.allocator.allocated_bytes + 12 * MIB
     loose = ar.plan(graph, budget=budget, target=target)
     assert loose.planned.reserved_bytes > budget, "the case must need tightening"
     assert loose.planned.fragmentation_bytes == loose.planned.reserved_bytes - loose.planned.peak_bytes

@@ -74,7 +74,7 @@ def advise(
         >>> import torch
         >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
         >>> model, loss = nn.Sequential(*layers), lambda y: y.square().mean()
-        >>> advice = advise(model, torch.ones(1, 4096, 64), loss=loss, budget="22MiB", sizes=False)
+        >>> advice = advise(model, torch.ones(1, 4096, 64), loss=loss, budget="18MiB", sizes=False)
         >>> advice.row("plain").fits, advice.row("best checkpointing").fits, advice.action
         (False, True, 'checkpoint')
     """

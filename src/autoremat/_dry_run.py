@@ -62,8 +62,8 @@ def dry_run(
     Example:
         >>> from autoremat import Plan, Region
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-        >>> x, options = torch.ones(4, 8), {"loss": lambda y: y.sum(), "optimizer": None}
-        >>> plain, planned = (dry_run(model, x, plan, **options) for plan in (Plan(), Plan(regions=(Region("1"),))))
+        >>> x, options = torch.ones(512, 8), {"loss": lambda y: y.sum(), "optimizer": None}
+        >>> plain, planned = (dry_run(model, x, plan, **options) for plan in (Plan(()), Plan(regions=(Region("1"),))))
         >>> planned.peak_bytes < plain.peak_bytes
         True
     """

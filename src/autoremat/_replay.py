@@ -142,8 +142,12 @@ def is_uncounted(graph: StepGraph, op: Op) -> bool:
 
 
 def gathers_units(graph: StepGraph, *calls: int) -> bool:
-    """Whether parameters are gathered inside module calls: recompute would gather all of their units and keep them."""
-    return any(graph.ops[index].name == GATHER for index in Extent(graph, calls).indices())
+    """Whether parameters are gathered between the start of a region and its end.
+
+    Recompute would gather all of a region's units and keep them; those of a span's own calls it would not gather.
+    """
+    start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
+    return any(op.name == GATHER for op in graph.ops[start:end])
 
 
 def replay(graph: StepGraph, spec: RegionSpec, saved: list[SavedTensor] | None = None) -> Replay:

@@ -12,6 +12,7 @@ Known limit: memory that a kernel takes and returns within one op is an estimate
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from operator import attrgetter
@@ -107,7 +108,7 @@ class Op:
     reads_value: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    line: str = ""
+    line: str = dataclasses.field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

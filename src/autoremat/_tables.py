@@ -130,7 +130,8 @@ def classics_table(curve: Frontier) -> Table:
     """
     table = Table(title="schedules by name", title_justify="left", title_style="bold")
     for name in ("schedule", "peak", "of plain", "extra FLOPs", "extra time", "ours: FLOPs", "ours: time"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
+        is_name = name == "schedule"
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
     for named in curve.classics:
         ours = curve.point(named.peak_bytes)
         table.add_row(

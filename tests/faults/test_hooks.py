@@ -9,7 +9,8 @@ from torch import nn
 
 import autoremat.runtime as ar
 from around import Around, Block, X
-from autoremat._plan import Plan, Region, SavedOutput
+from autoremat._errors import PlanError
+from autoremat._plan import CallName, Plan, Region, SavedOutput
 from comparing import seed, train
 
 
@@ -228,6 +229,22 @@ def test_fully_sharded_modules(inside, reshard):
         assert losses_of(model) == plain
         for module in linears if reshard else ():
             assert type(module.weight.data).__name__ == "DTensor"  # not left gathered
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_span_over_sharded_units_is_refused_and_one_over_their_owners_is_not(inside):
+    with one_process():
+        model = two_blocks()
+        plain = losses_of(model)
+        model = two_blocks()
+        linears = [model.blocks[0][0], model.blocks[0][2], model.blocks[1][0]]
+        ar.apply(model, Plan((Region("blocks.0", then=(CallName("blocks.1"),)),)), check="always")
+        shard(model, linears if inside else model.blocks, reshard_after_forward=True)
+        if inside:
+            assert losses_of(model) == plain
+        else:
+            with pytest.raises(PlanError, match=r"'blocks\.0' is a unit of fully_shard"):
+                model(X)
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])

@@ -155,6 +155,11 @@ def _enter_levels(
     entered = []
     for level in range(first, len(levels)):
         _, recipe, part = levels[level]
+        if len(recipe.parts) > 1 and compat.is_sharded_unit(module):
+            raise PlanError(
+                f"{recipe.name}: {recipe.parts[part].path!r} is a unit of fully_shard, and recompute of several units "
+                "at once would not gather them. Plan with parallel=Sharding(...), whose regions are single units."
+            )
         is_last = level == len(levels) - 1
         fn = module.forward if is_last else partial(_run_inside, levels, level + 1, module)
         entered.append(enter(recipe, fn, module, args, kwargs, part=part, level=level))

@@ -6,6 +6,7 @@ Run on torch 2.13 only; older releases that pyproject.toml admits are untested.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ __all__ = [
     "has_backward_hooks",
     "has_no_data",
     "in_backward",
+    "is_sharded_unit",
     "pop_dispatch_mode",
     "pop_hooks",
     "push_dispatch_mode",
@@ -221,6 +223,12 @@ class OpLog(TorchDispatchMode):
 
 PLAIN_TENSORS = (torch.Tensor, FakeTensor)
 """Types of tensors that are what they seem; others may stand for several, or for none."""
+
+
+def is_sharded_unit(module: torch.nn.Module) -> bool:
+    """Whether a module gathers its own parameters before forward (``fully_shard``). Looks, without importing it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

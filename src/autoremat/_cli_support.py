@@ -1,0 +1,165 @@
+"""What commands do with options: read, build, plan, show. Imports what needs torch only where it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from autoremat import _tables
+from autoremat._errors import UsageError
+from autoremat._plan import Plan
+from autoremat._targets import get_target
+from autoremat._units import format_bytes
+
+if TYPE_CHECKING:
+    from autoremat._data_parallel import DataParallel
+    from autoremat._presets import Built
+    from autoremat._sharding import Sharding
+
+NO_OPTIMIZER = "none"
+
+
+def budget_bytes(budget: str | None, target: str | None) -> int | str:
+    """The budget that was given, or all the memory of the target that a step can have."""
+    if budget is not None:
+        from autoremat._units import parse_bytes
+
+        return parse_bytes(budget)
+    if target is None:
+        raise UsageError("Give --budget (such as 24GiB), or --target for all the memory of that device.")
+    return get_target(target).usable_bytes
+
+
+def budget_kind(budget: str | None, target: str | None) -> Literal["allocated", "reserved"]:
+    """All the memory of a GPU is what its allocator can reserve."""
+    is_whole_gpu = budget is None and target is not None and get_target(target).device_kind == "cuda"
+    return "reserved" if is_whole_gpu else "allocated"
+
+
+def parallel_of(*, ddp: bool, shard: str | None) -> DataParallel | Sharding | None:
+    """What --ddp and --shard say."""
+    from autoremat._data_parallel import DataParallel
+    from autoremat._sharding import Sharding
+
+    if ddp and shard is not None:
+        raise UsageError("--ddp and --shard exclude each other: either every device has the whole model, or a part.")
+    return Sharding.parse(shard) if shard is not None else DataParallel() if ddp else None
+
+
+def optimizer_of(name: str) -> str | None:
+    """What --optimizer says."""
+    return None if name == NO_OPTIMIZER else name
+
+
+def autocast_of(precision: str | None) -> str | None:
+    """The part of the precision that is the step's: casts have been made when the model was built."""
+    from autoremat._presets import CAST_DTYPES
+
+    return None if precision in CAST_DTYPES else precision
+
+
+def load_built(model: str, *, batch: int | None, seq: int | None, precision: str | None, fake: bool) -> Built:
+    """Build the model that was named."""
+    from autoremat._loader import load_model
+    from autoremat._step import Precision
+
+    Precision.parse(precision)
+    return load_model(model, batch=batch, seq=seq, precision=precision, fake=fake)
+
+
+def make_plan(built: Built, report: Callable[[str, float], None], **options: Any) -> Plan:
+    """Plan for a model."""
+    from autoremat._api import plan as run_plan
+
+    made: Plan = run_plan(built.model, built.batch, loss=built.loss, progress=report, **options)
+    return made
+
+
+def read_or_make_plan(
+    plan_file: Path | None,
+    built: Built,
+    report: Callable[[str, float], None],
+    *,
+    budget: str | None,
+    precision: str | None,
+    **options: Any,
+) -> Plan:
+    """The plan in a file, or else one that is made."""
+    if plan_file is not None:
+        if budget is not None:
+            raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
+        return Plan.load(plan_file)
+    resolved = budget_bytes(budget, options["target"])
+    return make_plan(built, report, budget=resolved, precision=autocast_of(precision), **options)
+
+
+def write_text(text: str, output: Path, *, what: str) -> None:
+    """Write a file, or say why not."""
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"Cannot write the {what} to {output}: {error.strerror}.") from error
+
+
+def show_plan(made: Plan, *, json: bool, output: Path | None) -> None:
+    """Print a plan, and what is to be known about its budget."""
+    if json:
+        show(made.to_json().rstrip(), json=True)
+        return
+    console = Console()
+    console.print(_tables.plan_table(made))
+    if made.regions:
+        console.print(_tables.regions_table(made))
+    else:
+        console.print("The plain step fits: nothing is recomputed.")
+    usable = get_target(made.target).usable_bytes if made.target else made.budget_bytes
+    if made.budget_bytes and usable and made.budget_bytes > usable:
+        console.print(
+            f"Note: of {made.target}'s memory a step can have {format_bytes(usable)}, less than this budget: driver "
+            "and context take the rest. Leave --budget out to plan for that.",
+            soft_wrap=True,
+        )
+    reserved = made.planned.reserved_bytes if made.planned is not None else None
+    if reserved is not None and usable and reserved > usable:
+        console.print(
+            f"Note: the caching allocator is predicted to reserve {format_bytes(reserved)} for this plan, and a step "
+            f"on {made.target} can have {format_bytes(usable)}: it may run out of memory. Plan with --budget-is "
+            "reserved, best with --allocator expandable_segments:True and the same in PYTORCH_ALLOC_CONF.",
+            soft_wrap=True,
+        )
+    if output is not None:
+        console.print(f"Written to {output}", soft_wrap=True)
+
+
+def show(what: Any, *, json: bool) -> None:
+    """Print a table, or JSON as it is."""
+    if json:
+        sys.stdout.write(what + "\n")
+    else:
+        Console().print(what)
+
+
+def show_json(value: Any) -> None:
+    """Print a value as JSON."""
+    import json
+
+    show(json.dumps(value, indent=1), json=True)
+
+
+@contextlib.contextmanager
+def shown_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows a label and a fraction done, on stderr."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda label, fraction: bar.update(task, description=label, completed=fraction)
