@@ -61,9 +61,10 @@ def dry_run(
 
     Example:
         >>> from autoremat import Plan, Region
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+        >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)])
         >>> x, options = torch.ones(512, 8), {"loss": lambda y: y.sum(), "optimizer": None}
-        >>> plain, planned = (dry_run(model, x, plan, **options) for plan in (Plan(()), Plan(regions=(Region("1"),))))
+        >>> blocks = Plan(tuple(Region(str(i)) for i in range(4)))
+        >>> plain, planned = (dry_run(model, x, plan, **options) for plan in (Plan(()), blocks))
         >>> planned.peak_bytes < plain.peak_bytes
         True
     """
