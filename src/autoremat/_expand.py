@@ -51,6 +51,8 @@ class _Region:
     states: list[tuple[int, int]]
     """Bytes of random states for each of its calls: until recompute, and until the call ends."""
     children: list[_Region] = field(default_factory=list)
+    skips_draws: bool = False
+    """Whether its recompute leaves out ops that draw random numbers."""
     position: int = -1
     at: int | None = None
     """Clock of the recompute: the first time backward reads something saved in the region."""
@@ -66,6 +68,11 @@ class _Region:
     def shares_entry(self) -> bool:
         """Whether it consists of calls of the region around it, and shares what that one noted when they started."""
         return bool(self.ancestors) and self.spec.is_part_of(self.ancestors[-1].spec)
+
+    @property
+    def notes_draws(self) -> bool:
+        """Whether it holds random states from its first execution on: a region around it leaves draws out."""
+        return any(region.skips_draws for region in self.ancestors)
 
     @property
     def held_bytes(self) -> int:
@@ -134,6 +141,7 @@ class _Expansion:
             saved=saved,
             inputs=held_inputs(graph, spec),
             states=[(graph.rng_state_bytes * held, graph.rng_state_bytes * passing) for held, passing in states],
+            skips_draws=any(graph.ops[i].is_random for i in work.skipped),
             at=min((s.unpacked for s in saved if s.unpacked is not None), default=None),
         )
         gone = max((s.released for s in saved), default=graph.calls[spec.calls[-1]].end)
@@ -201,7 +209,7 @@ class _Expansion:
             self._drop(events, (clock, _LAST))
             for region, part in closing.get(clock, ()):
                 # A region inside another keeps nothing of its first execution.
-                self._end_call(region, part, events, lets_go=bool(region.ancestors))
+                self._end_call(region, part, events, lets_go=bool(region.ancestors) and not region.notes_draws)
             for region, part in opening.get(clock, ()):
                 self._start_call(region, part, events)
             if clock < num_ops:
@@ -231,10 +239,9 @@ class _Expansion:
                 events.extend(Event(Action.SAVE, storage=storage, region=region) for region in kept[storage])
 
     @staticmethod
-    def _start_call(region: _Region, part: int, events: list[Event], *, finishes: bool = True) -> None:
-        """A call of a region starts: it notes the random state; if it finishes, it needs one more to compare."""
-        held, passing = region.states[part]
-        if num_bytes := held + passing if finishes else held:
+    def _start_call(region: _Region, part: int, events: list[Event]) -> None:
+        """A call of a region starts: it notes the random state, and needs one more to compare."""
+        if num_bytes := sum(region.states[part]):
             events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
 
     @staticmethod
@@ -320,14 +327,21 @@ class _Rerun:
     def _cross(self, clock: int, end: int) -> None:
         """Calls of inner regions that end and start here."""
         for child, part in self.closing.get(clock, ()):
-            if child.states[part][0]:
-                self.expansion._end_call(child, part, self.events)
+            self._note_states(child, part, Action.RELEASE)
         if clock == end:
             return
         for child, part in self.opening.get(clock, ()):
-            if child.states[part][0]:  # one that draws nothing is known by now
-                finishes = self.graph.calls[child.spec.calls[part]].end <= self.region.work.stop
-                self.expansion._start_call(child, part, self.events, finishes=finishes)
+            finishes = self.graph.calls[child.spec.calls[part]].end <= self.region.work.stop
+            self._note_states(child, part, Action.HOLD, finishes=finishes)
+
+    def _note_states(self, child: _Region, part: int, action: Action, *, finishes: bool = True) -> None:
+        """What a child that runs again notes; whether it draws is known, so that it needs no state to compare."""
+        held, passing = child.states[part]
+        if held:
+            passing = max(0, passing - self.graph.rng_state_bytes) if finishes else 0
+            own = held if action is Action.HOLD and not child.notes_draws else 0
+            if num_bytes := own + passing:
+                self.events.append(Event(action, region=child.position, num_bytes=num_bytes))
 
     def _run_op(self, index: int, end: int) -> None:
         op = self.graph.ops[index]

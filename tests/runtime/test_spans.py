@@ -177,6 +177,60 @@ def test_spans_of_transformers_models(name, prefix):
     assert ar.verify(model, case.batch, plan, loss=case.loss_fn).equal
 
 
+@pytest.fixture(scope="module")
+def gpt2():
+    case = MODELS["gpt2"]()
+    model = case.build()
+    return case, model, ar.trace(model, case.batch, loss=case.loss_fn, optimizer=None)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_stored_outputs_of_inner_and_outer_regions_are_held_as_predicted(gpt2, number):
+    """Random draws, numbers that autograd keeps, spans inside a block: what a small chain does not have."""
+    case, model, graph = gpt2
+    choose = random.Random(number)
+    calls = {call.path: call.index for call in graph.calls}
+    block, inner = calls["transformer.h.1"], (calls["transformer.h.1.ln_2"], calls["transformer.h.1.mlp"])
+    first = calls["transformer.h.0"]
+
+    def kept(*region):
+        born = [s.index for s in graph.storages if s.born in Extent(graph, region)]
+        return frozenset(choose.sample(born, choose.randint(0, 3)))
+
+    def whole():
+        child = RegionSpec(inner[0], kept(*inner), inner[1:])
+        if choose.random() < 0.5:
+            return RegionSpec(block, kept(block), children=(child,))
+        parts = (RegionSpec(first, kept(first)), RegionSpec(block, kept(block), children=(child,)))
+        return RegionSpec(first, kept(first, block), (block,), children=parts)
+
+    spec = next(spec for spec in iter(whole, None) if is_legal(graph, [spec]))
+    plan = Plan(describe_all(graph, [spec]))
+    measured = ar.measure(
+        model, case.batch, plan, loss=case.loss_fn, optimizer=None, num_steps=1, plain=False
+    ).planned.peak_bytes
+    assert measured == peak_bytes(graph, expand(graph, [spec]))
+    assert ar.verify(model, case.batch, plan, loss=case.loss_fn).equal
+
+
+def test_an_inner_region_draws_what_forward_drew_though_the_outer_one_leaves_draws_out(gpt2):
+    case, model, graph = gpt2
+    calls = {call.path: call.index for call in graph.calls}
+    block, inner = calls["transformer.h.1"], (calls["transformer.h.1.ln_2"], calls["transformer.h.1.mlp"])
+    masks = [
+        s.index
+        for s in graph.storages
+        if s.born in Extent(graph, [block]) and graph.ops[s.born].name == "aten.empty_like.default"
+    ]
+    assert len(masks) == 3
+    for mask in masks:
+        spec = RegionSpec(block, frozenset({mask}), children=(RegionSpec(inner[0], then=inner[1:]),))
+        plan = Plan(describe_all(graph, [spec]))
+        assert ar.verify(model, case.batch, plan, loss=case.loss_fn).equal
+        usage = ar.measure(model, case.batch, plan, loss=case.loss_fn, optimizer=None, num_steps=1, plain=False)
+        assert usage.planned.peak_bytes == peak_bytes(graph, expand(graph, [spec]))
+
+
 # -- forwards that are not ours -----------------------------------------------------------------------------------
 
 

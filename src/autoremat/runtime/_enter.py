@@ -14,7 +14,7 @@ from autoremat.runtime._holder import unpack
 from autoremat.runtime._hooks import HookLog, hook_dicts
 from autoremat.runtime._recipe import Entry, Recipe, Run
 from autoremat.runtime._selective import Recorder, Store
-from autoremat.runtime._stack import STACK, Active, end_call, num_saved
+from autoremat.runtime._stack import STACK, Active, end_call, num_saved, unwatched
 
 
 def enter(
@@ -89,7 +89,7 @@ def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any
         frame.is_inline = True
         known = first.runs[active.run]
         if not first.shares_entries:
-            known.fn, known.entry = fn, _entry(frame, run, args, kwargs, draws=first.draws[active.run])
+            known.fn, known.entry = fn, _entry(frame, run, args, kwargs, first)
             if known.entry.modules is not None:
                 known.entry.modules.changed |= first.changed[active.run]
         run.fn, run.entry = known.fn, known.entry
@@ -118,8 +118,14 @@ def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any
         active.swap = frame.hooks.observe(hooked, end_call, active.mode, lambda: active.is_open, num_saved)
 
 
-def _entry(frame: Frame, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True) -> Entry:
-    return Entry(frame.recipe, frame.recipe.parts[run.part], args, kwargs, frame.returned, draws=draws)
+def _entry(frame: Frame, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], first: Frame | None = None) -> Entry:
+    part = frame.recipe.parts[run.part]
+    with unwatched():
+        if first is None:
+            return Entry(frame.recipe, part, args, kwargs, frame.returned)
+        index = len(frame.runs) - 1
+        known = first.random[index] if first.draws[index] else []
+        return Entry(frame.recipe, part, args, kwargs, frame.returned, is_rerun=True, random=known)
 
 
 def _constants(frame: Frame, entry: Entry | None) -> Collection[int]:
@@ -161,7 +167,8 @@ def _end(active: Active, output: Any, *, failed: bool) -> None:
     if frame.returned is not None:
         frame.returned.note(output, active.run)
     if run.entry is not None and (active.first is None or not active.first.shares_entries):
-        run.entry.finish(frame.recipe)
+        with unwatched():
+            run.entry.finish(frame.recipe, is_rerun=active.first is not None)
     if frame.store is not None:
         frame.store.seal()
     if frame.recorder is not None:
@@ -182,6 +189,7 @@ def _finish(frame: Frame, run: Run) -> None:
         modules = entry.modules if entry is not None else None
         frame.changed.append(modules.changed if modules is not None else set())
         frame.draws.append(entry is None or bool(entry.random))
+        frame.random.append(entry.random if entry is not None and frame.parent.leaves_out_draws() else None)
         run.entry = frame.store = None  # the region around it runs it again
     if run.part < len(recipe.parts) - 1:
         return

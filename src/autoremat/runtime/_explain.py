@@ -107,9 +107,9 @@ def explain(model: nn.Module) -> Explanation:
             if address not in seen:
                 seen.add(address)
                 held.append(HeldStorage(name, num_bytes))
-        ran = recipe.table is not None and recipe.num_calls > 0
+        ran = recipe.table is not None and bool(recipe.matched_parts)  # regions inside others are not looked at
         unmatched = tuple(recipe.table.unmatched(recipe.matched)) if ran and recipe.table is not None else ()
-        if recipe.num_calls > 0:
+        if recipe.matched_parts:
             missing = [part.path for i, part in enumerate(recipe.parts) if i not in recipe.matched_parts]
             unmatched = (*(f"call of {path}" for path in missing), *unmatched)
         regions.append(

@@ -29,7 +29,7 @@ import torch
 
 from autoremat._errors import RecomputeError
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._ambient import flags_set, random_set
+from autoremat.runtime._ambient import RandomStates, flags_set, random_set
 from autoremat.runtime._checksum import checksum
 from autoremat.runtime._holder import Holder
 from autoremat.runtime._hooks import HookLog, Repeats, Swap, hook_dicts, next_hook, take_back_hooks
@@ -62,6 +62,7 @@ class Frame:
         constants: Addresses that need no checksum, while a call is running.
         changed: Buffers and attributes that the first forward was seen to change, for each run.
         draws: Whether it drew random numbers, for each run; of a region inside another.
+        random: The states from which it did, where a region around it leaves out draws that came before; else None.
         children: Frames inside it, in the order in which they started.
         spans: Those of them that may go on with a further call, by recipe.
         group: The ``GraphExecGroup`` in which it was recomputed.
@@ -74,7 +75,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "changed", "children", "constants", "draws", "expected", "group", "holders", "hooks",
-        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "recipe", "recorder",
+        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "random", "recipe", "recorder",
         "returned", "runs", "spans", "store", "sums",
     )  # fmt: skip
 
@@ -92,6 +93,7 @@ class Frame:
         self.constants: Collection[int] = ()
         self.changed: list[set[tuple[int, str]]] = []
         self.draws: list[bool] = []
+        self.random: list[RandomStates | None] = []
         self.children: list[weakref.ref[Frame]] = []
         self.spans: dict[Recipe, weakref.ref[Frame]] = {}
         self.group: object | None = None
@@ -107,6 +109,11 @@ class Frame:
     def shares_entries(self) -> bool:
         """Whether it consists of calls of the region around it, whose entries it uses."""
         return bool(self.runs) and self.runs[0].source is not None
+
+    def leaves_out_draws(self) -> bool:
+        """Whether recompute of it, or of a region around it, does not draw all random numbers that forward drew."""
+        table, parent = self.recipe.table, self.parent
+        return (table is not None and table.has_skipped_random) or (parent is not None and parent.leaves_out_draws())
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         """What autograd calls in forward for a tensor that it saves."""
@@ -195,7 +202,7 @@ class Frame:
     def release(self) -> None:
         """Let go of everything but the holders."""
         self.is_done = True
-        self.runs = []
+        self.runs, self.random = [], []
         self.store = self.recorder = None
         self.sums = None
 
@@ -221,8 +228,20 @@ class Replay:
     """The region running again in backward."""
 
     __slots__ = (
-        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_is_needed_again", "_last", "_mode",
-        "_open", "_outputs", "_repeats", "_run", "_swap",
+        "_base",
+        "_child",
+        "_children_left",
+        "_error",
+        "_frame",
+        "_index",
+        "_is_needed_again",
+        "_last",
+        "_open",
+        "_outputs",
+        "_repeats",
+        "_run",
+        "_swap",
+        "mode",
     )  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
@@ -235,7 +254,7 @@ class Replay:
         self._children_left = len(frame.waiting_children(ready=False))
         self._error: Exception | None = None
         table, store = frame.recipe.table, frame.store
-        self._mode = Player(table, store, frame.recipe.name) if table is not None and store is not None else None
+        self.mode = Player(table, store, frame.recipe.name) if table is not None and store is not None else None
         self._outputs: dict[int, list[torch.Tensor]] = {}
         # By a region inside that shares what the calls saw, or by another backward.
         self._is_needed_again = not frame.is_closed or bool(frame.children) or compat.graph_is_kept()
@@ -249,7 +268,7 @@ class Replay:
         if self._swap is not None:
             self._swap.undo()
             self._swap = None
-        if self._mode is not None:
+        if self.mode is not None:
             compat.pop_dispatch_mode()
         compat.pop_hooks()
 
@@ -276,6 +295,8 @@ class Replay:
                 raise
         finally:
             self._outputs.clear()
+            self._open.clear()
+            self._repeats = None
             self._count()
         if self._error is not None:
             raise self._error
@@ -321,10 +342,10 @@ class Replay:
             kwargs = {key: relinked(arg, self._outputs) for key, arg in kwargs.items()}
         self._base = len(items)
         compat.push_hooks(self.pack, _identity)
-        if self._mode is not None:
-            compat.push_dispatch_mode(self._mode)
+        if self.mode is not None:
+            compat.push_dispatch_mode(self.mode)
         if hooked := hook_dicts(entry.part.hook_dicts(with_own=self._frame.recipe.runs_own_hooks)):
-            self._repeats = self._repeats or Repeats(self._frame.hooks, self._mode, self.stop_if_satisfied)
+            self._repeats = self._repeats or Repeats(self._frame.hooks, self.mode, self.stop_if_satisfied)
             self._swap = self._repeats.stand_in_for(hooked, end_call)
         items.append(self)
         try:
@@ -335,7 +356,7 @@ class Replay:
             unwind(self._base)
 
     def _count(self) -> None:
-        mode, recipe = self._mode, self._frame.recipe
+        mode, recipe = self.mode, self._frame.recipe
         if mode is not None:
             recipe.num_ops_run += mode.num_run
             recipe.num_ops_skipped += mode.num_skipped
@@ -366,9 +387,9 @@ class Replay:
         return tensor
 
     def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._mode is None:
+        if self.mode is None:
             return tensor.detach()
-        stored = self._mode.original(tensor)
+        stored = self.mode.original(tensor)
         return stored if stored is not None else compat.detached(tensor)
 
     def stop_if_satisfied(self) -> None:
@@ -461,8 +482,8 @@ class Replay:
 
     def _check_complete(self) -> None:
         frame = self._frame
-        if frame.store is not None and self._mode is not None:
-            frame.store.check(frame.recipe.name, self._mode.skipped_writes)
+        if frame.store is not None and self.mode is not None:
+            frame.store.check(frame.recipe.name, self.mode.skipped_writes)
         missing = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         if missing:
             self._refuse_number()

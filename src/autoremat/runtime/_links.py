@@ -103,6 +103,13 @@ def shifted(value: Any, runs: dict[int, int], outputs: dict[int, list[torch.Tens
     """
     if type(value) is tuple:
         return tuple([shifted(item, runs, outputs) for item in value])
-    if type(value) is Link and value.run in runs:
+    if type(value) is not Link:
+        return value
+    if value.run in runs:
         return Link(runs[value.run], value.place, requires_grad=value.requires_grad)
-    return relinked(value, outputs)
+    return alone(outputs[value.run][value.place], requires_grad=value.requires_grad)
+
+
+def alone(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """A tensor made in recompute without the graph that made it, which would live as long."""
+    return tensor.detach().requires_grad_(requires_grad)

@@ -237,10 +237,11 @@ class Entry:
         kwargs: dict[str, Any],
         returned: Returned | None = None,
         *,
-        draws: bool = True,
+        is_rerun: bool = False,
+        random: RandomStates | None = None,
     ) -> None:
         self.part = part
-        self.copier = copier = Copier()
+        self.copier = copier = Copier(cuts_graph=is_rerun)
         if returned is None:
             self.args = tuple([copier.copy(arg, f"argument {i}") for i, arg in enumerate(args)])
             self.kwargs = {key: copier.copy(arg, f"argument {key!r}") for key, arg in kwargs.items()}
@@ -255,7 +256,9 @@ class Entry:
         self.counts = [counter.read_count() for counter in part.counters]
         self.flaw = ""
         self.fingerprint = fingerprint() if recipe.learned.other_random.get(part.position) is False else None
-        if recipe.preserve_rng_state and draws:
+        if random is not None:
+            self.random = random
+        elif recipe.preserve_rng_state:
             placed = self.modules.fixed[:1] if self.modules is not None else []
             self.random = read_torch_random([tensor for _, tensor in copier.tensors] + placed)
             if recipe.learned.other_random.get(part.position) is not False:
@@ -267,9 +270,16 @@ class Entry:
         """Arguments that take part in autograd."""
         return [tensor for _, tensor in self.copier.tensors if tensor.requires_grad]
 
-    def finish(self, recipe: Recipe) -> None:
-        """When forward ends: keep only what recompute needs."""
-        self.random = drawn_from(self.random)
+    def finish(self, recipe: Recipe, *, is_rerun: bool = False) -> None:
+        """When forward ends: keep only what recompute needs.
+
+        Args:
+            recipe: The region.
+            is_rerun: Whether the region around it is being recomputed, which may leave out the ops that draw: what
+                the first execution drew from is known.
+        """
+        if not is_rerun:
+            self.random = drawn_from(self.random)
         learned = recipe.learned
         if self.fingerprint is None:
             learned.other_random[self.part.position] = learned.other_random.get(self.part.position, False) or any(

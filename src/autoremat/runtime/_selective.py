@@ -256,9 +256,29 @@ _FIRST = (0,)
 class _Mode(TorchDispatchMode):
     """A mode that torch does not wrap: the wrapper guards against torch.compile, under which no region runs."""
 
+    by_id: dict[int, Operator | None]
+    table: OpTable
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def pause(self) -> None:
+        """Let ops pass that are no part of the user's program."""
+        self.by_id = _ALL_UNCOUNTED
+
+    def resume(self) -> None:
+        """Count ops again."""
+        self.by_id = self.table.by_id
+
+
+class _AllUncounted(dict[int, "Operator | None"]):
+    def __missing__(self, _operator: int) -> Operator:
+        return _UNCOUNTED
+
+
+_UNCOUNTED = Operator("", 0, {}, is_random=False, is_uncounted=True)
+_ALL_UNCOUNTED = _AllUncounted()
 
 
 class Recorder(_Mode):

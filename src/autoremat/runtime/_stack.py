@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoremat.runtime import _torch_compat as compat
@@ -115,6 +116,19 @@ def close_through(active: Active) -> None:
     """Close a call that did not come to its end, and what is open inside it."""
     if active in STACK.items:
         unwind(STACK.items.index(active))
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Run ops that are no part of the user's program: regions that are running do not count them."""
+    modes = [item.mode for item in STACK.items if item.mode is not None]
+    for mode in modes:
+        mode.pause()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.resume()
 
 
 def end_call(module: Any) -> None:

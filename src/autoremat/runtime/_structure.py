@@ -42,11 +42,13 @@ class Copier:
     """Copies structures that may share parts, and lists what it met.
 
     Attributes:
+        cuts_graph: Whether tensors lose the graph that made them, which would live as long as the copy.
         tensors: Name and tensor, in order of first appearance.
         generators: Random generators.
         parts: Mutable things that were copied: name, original, copy.
     """
 
+    cuts_graph: bool = False
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     parts: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -63,6 +65,8 @@ class Copier:
         if kind in ATOMIC:
             return value
         if isinstance(value, torch.Tensor):
+            if self.cuts_graph and not value.is_leaf:
+                value = self._memo.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
             self.tensors.append((name, value))
             return value
         found = self._memo.get(id(value))
