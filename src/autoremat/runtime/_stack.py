@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autoremat.runtime._frame import Frame, Replay
     from autoremat.runtime._hooks import Swap
     from autoremat.runtime._recipe import Recipe
-    from autoremat.runtime._selective import Recorder
+    from autoremat.runtime._selective import Player, Recorder
 
 
 class Active:
@@ -118,10 +118,17 @@ def close_through(active: Active) -> None:
         unwind(STACK.items.index(active))
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """Run ops that are no part of the user's program: regions that are running do not count them."""
+_NOTHING = contextlib.nullcontext()
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """A context for ops that are no part of the user's program: regions that are running do not count them."""
     modes = [item.mode for item in STACK.items if item.mode is not None]
+    return _paused(modes) if modes else _NOTHING
+
+
+@contextlib.contextmanager
+def _paused(modes: list[Recorder | Player]) -> Iterator[None]:
     for mode in modes:
         mode.pause()
     try:
