@@ -3,8 +3,8 @@
 Twenty regions of thirty tiny ops. Four variants of the same chain run in turn, many rounds, in an order that rotates:
 plain, torch's checkpoint, ours, torch's selective checkpoint, ours with the same stored outputs. What a variant adds
 is its time minus the plain step's, medians over rounds of paired differences, recomputed ops included (both sides
-run the same ones). Then regions of thirty products of about a
-millisecond, where the step should cost what its FLOPs say.
+run the same ones). Then regions of thirty products of about a millisecond, where the step should cost what its FLOPs
+say.
 
     python benchmarks/overhead.py [--rounds 60] [--json]
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -173,10 +175,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, 1 thread"
     results = {"tiny": tiny(arguments.rounds), "large": large(max(3, arguments.rounds // 4))}
     if arguments.json:
-        print(json.dumps(results, indent=1))
+        print(json.dumps({"machine": machine, **results}, indent=1))
         return
+    print(machine)
     for group, values in results.items():
         print(f"{group}:")
         for name, value in values.items():

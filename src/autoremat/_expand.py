@@ -1,8 +1,9 @@
 """A plan written out as a schedule: who keeps which storage alive, and until when.
 
 A storage of a region lives more than once. Its *generation* says who made it: 0 is forward's, ``d + 1`` comes from the
-recompute of the region at depth ``d`` around its op. A region inside another holds nothing in the first forward; the
-recompute of the outer one runs it again, and from then on it holds its arguments and stored outputs as any region.
+recompute of the region at depth ``d`` around its op. A region inside another holds nothing in the first forward (but
+random states, where the outer one leaves draws out); the recompute of the outer one runs it again, and from then on it
+holds its arguments and stored outputs as any region.
 
 Order of what falls between two ops: storages that die, then recomputes that the next backward op asks for, outer
 regions first, each followed by what it let go of.
@@ -208,7 +209,7 @@ class _Expansion:
                 self._drop(events, (clock, rank))
             self._drop(events, (clock, _LAST))
             for region, part in closing.get(clock, ()):
-                # A region inside another keeps nothing of its first execution.
+                # A region inside another keeps of its first execution at most the random states.
                 self._end_call(region, part, events, lets_go=bool(region.ancestors) and not region.notes_draws)
             for region, part in opening.get(clock, ()):
                 self._start_call(region, part, events)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._frame import Frame, Replay
+from autoremat.runtime._frame import Frame, Replay, identity
 from autoremat.runtime._holder import unpack
 from autoremat.runtime._hooks import HookLog, hook_dicts
 from autoremat.runtime._recipe import Entry, Recipe, Run
@@ -56,7 +56,7 @@ def enter(
     if active.frame is not None:
         _start(active, active.frame, fn, args, kwargs)
     elif isinstance(top, Replay) and not top.is_inline:
-        compat.push_hooks(_keep, _identity)
+        compat.push_hooks(_keep, identity)
         active.has_hooks = True
     items.append(active)
     if isinstance(top, Replay) and recipe.table is None:
@@ -196,10 +196,6 @@ def _finish(frame: Frame, run: Run) -> None:
     frame.close()
     if not frame.holders and not frame.children:
         frame.release()
-
-
-def _identity(tensor: Any) -> Any:
-    return tensor
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Frame:
         store: Stored outputs.
         hooks: What the hooks of others inside it did in forward.
         holders: What stands for its saved tensors in autograd's graph.
-        expected: Shape and dtype of each.
+        expected: Shape, dtype and device of each.
         sums: Checksum of each, where values are compared.
         constants: Addresses that need no checksum, while a call is running.
         changed: Buffers and attributes that the first forward was seen to change, for each run.
@@ -228,20 +228,8 @@ class Replay:
     """The region running again in backward."""
 
     __slots__ = (
-        "_base",
-        "_child",
-        "_children_left",
-        "_error",
-        "_frame",
-        "_index",
-        "_is_needed_again",
-        "_last",
-        "_open",
-        "_outputs",
-        "_repeats",
-        "_run",
-        "_swap",
-        "mode",
+        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_is_needed_again", "_last", "_open",
+        "_outputs", "_repeats", "_run", "_swap", "mode",
     )  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
@@ -305,10 +293,9 @@ class Replay:
     def _wanted_until(self) -> dict[int, int]:
         """For each run whose outputs link to a later one: the last such run."""
         wanted: dict[int, int] = {}
-        for index, run in enumerate(self._frame.runs):
+        for index, run in enumerate(self._frame.runs[1:], start=1):
             assert run.entry is not None
-            if self._frame.returned is not None:
-                wanted.update({link.run: index for link in run.entry.links()})
+            wanted.update({link.run: index for link in run.entry.links()})
         return wanted
 
     @contextlib.contextmanager
@@ -341,7 +328,7 @@ class Replay:
             args = tuple([relinked(arg, self._outputs) for arg in args])
             kwargs = {key: relinked(arg, self._outputs) for key, arg in kwargs.items()}
         self._base = len(items)
-        compat.push_hooks(self.pack, _identity)
+        compat.push_hooks(self.pack, identity)
         if self.mode is not None:
             compat.push_dispatch_mode(self.mode)
         if hooked := hook_dicts(entry.part.hook_dicts(with_own=self._frame.recipe.runs_own_hooks)):
@@ -501,5 +488,6 @@ class Replay:
         )
 
 
-def _identity(tensor: Any) -> Any:
+def identity(tensor: Any) -> Any:
+    """An unpack hook that leaves a tensor as it is."""
     return tensor

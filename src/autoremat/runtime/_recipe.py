@@ -331,15 +331,12 @@ class Entry:
             outputs: What the outer one's executions have returned this time.
         """
         entry = copy.copy(self)
-        known = {
-            id(tensor): (name, version)
-            for (name, tensor), version in zip(self.copier.tensors, self.versions, strict=True)
-        }
+        known = {id(t): version for (_, t), version in zip(self.copier.tensors, self.versions, strict=True)}
         entry.copier = copier = Copier()
-        entry.args = tuple([copier.copy(shifted(arg, runs, outputs), "an argument") for arg in self.args])
+        entry.args = tuple([copier.copy(shifted(a, runs, outputs), f"argument {i}") for i, a in enumerate(self.args)])
         entry.kwargs = {
             key: copier.copy(shifted(a, runs, outputs), f"argument {key!r}") for key, a in self.kwargs.items()
         }
-        entry.versions = [known.get(id(tensor), ("", version_of(tensor)))[1] for _, tensor in copier.tensors]
+        entry.versions = [known.get(id(tensor), version_of(tensor)) for _, tensor in copier.tensors]
         copier.forget_originals()
         return entry

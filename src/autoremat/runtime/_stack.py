@@ -32,18 +32,8 @@ class Active:
     """
 
     __slots__ = (
-        "end",
-        "first",
-        "frame",
-        "has_hooks",
-        "is_open",
-        "level",
-        "mode",
-        "num_holders",
-        "owner",
-        "run",
-        "swap",
-    )
+        "end", "first", "frame", "has_hooks", "is_open", "level", "mode", "num_holders", "owner", "run", "swap",
+    )  # fmt: skip
 
     def __init__(
         self,
