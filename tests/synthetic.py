@@ -1,6 +1,8 @@
 """Results made up for tests of renderers: no model is run."""
 
 from autoremat._calibration import Calibration
+from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
+from autoremat._layer_map import LayerCost, LayerMap, LayerRow, OpRow
 from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput
 from autoremat._results import (
     AllocatorUsage,
@@ -9,6 +11,7 @@ from autoremat._results import (
     LiveItem,
     MeasuredStep,
     MemoryProfile,
+    PointEvent,
     TrainedRuns,
     UsageReport,
     VerifyReport,
@@ -53,6 +56,10 @@ def profile(*, num_blocks: int = 24, block_bytes: int = GIB, num_regions: int = 
         high_moments=(
             HighMoment("forward, cls.predictions.decoder: aten.addmm", totals[peak], 0.01 * peak),
             HighMoment("backward, bert.pooler, aten.mm.default", totals[peak] - GIB, 0.5),
+        ),
+        events=tuple(
+            PointEvent("forward" if i <= num_blocks else "backward", f"bert.encoder.layer.{i % num_blocks}", "aten.mm")
+            for i in range(len(totals))
         ),
     )
 
@@ -185,3 +192,38 @@ def calibration(**changes) -> Calibration:
         "error": 0.02,
     }
     return Calibration(**fields | changes)
+
+
+def frontier() -> Frontier:
+    """Peaks from 7 to 27 GiB; one schedule by name is on the curve, one far above it."""
+    return Frontier(
+        points=tuple(
+            FrontierPoint((7 + 4 * i) * GIB, (5 - i) * 0.05, (5 - i) * 0.06, 0.04 * (5 - i), i) for i in range(6)
+        ),
+        plain_bytes=27 * GIB,
+        smallest_bytes=7 * GIB,
+        static_bytes=3 * GIB,
+        model="BertForMaskedLM",
+        target="rtx3090-24g",
+        classics=(NamedPoint("every-block", 11 * GIB, 0.25, 0.3), NamedPoint("recursive", 8 * GIB, 3.5, 3.0)),
+    )
+
+
+def layer_map(*, num_layers: int = 24) -> LayerMap:
+    """Layers of which each has two others inside; the first layers keep least."""
+    rows, total = [], LayerCost()
+    for i in range(num_layers):
+        inner = LayerCost(GIB // 64, (i + 1) * GIB // 64, GIB // 128, 10**9 * (num_layers - i), 10**8, 0.001, 0.0001)
+        both = _sum(inner, inner)
+        total = _sum(total, both)
+        place = len(rows) + 1
+        path = f"bert.encoder.layer.{i}"
+        rows.append(LayerRow(path, "BertLayer", 0, 1, "region", "stores 1 output, 128 MiB", LayerCost(), both))
+        rows += [LayerRow(f"{path}.{name}", "Linear", place, 1, "inside", "", inner, inner) for name in ("up", "down")]
+    root = LayerRow("", "BertForMaskedLM", -1, 1, "", "", LayerCost(), total)
+    ops = (OpRow("aten.mm.default", 48, 24, total), OpRow("aten.gelu.default", 24, 0, LayerCost(seconds=0.5)))
+    return LayerMap("BertForMaskedLM", (root, *rows), ops)
+
+
+def _sum(one: LayerCost, other: LayerCost) -> LayerCost:
+    return LayerCost(*(a + b for a, b in zip(one.to_dict().values(), other.to_dict().values(), strict=True)))

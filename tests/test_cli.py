@@ -86,8 +86,8 @@ OPTIONS = {
     "--target model",
     "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
     "--seq --target model",
-    "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --objective "
-    "--optimizer --output --plan --precision --scaler --seq --shard --target -o model",
+    "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --frontier "
+    "--no-frontier --objective --optimizer --output --plan --precision --scaler --seq --shard --target -o model",
     "advise": "--batch --budget --effective-batch --json --no-sizes --optimizer --picture --precision --seq --sizes "
     "--target model",
     "targets": "--json",
@@ -285,15 +285,16 @@ def test_report_writes_what_the_file_name_says(run, models, tmp_path):
     assert (code, err) == (0, "")
     assert str(page) in out.replace("\n", "")
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 1
     assert "Alive at the planned peak" in text
-    assert "budget 2.10 MiB" in text
+    assert "<dt>budget</dt><dd>2.10 MiB</dd>" in text
+    assert all(f'data-draw="{what}"' in text for what in ("memory", "frontier", "layers"))
     for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("json", b"{")):
-        code, _, err = run("report", f"{models}:chain", "--output", str(tmp_path / f"plain.{kind}"))
+        code, _, err = run("report", f"{models}:chain", "--no-frontier", "-o", str(tmp_path / f"plain.{kind}"))
         assert (code, err) == (0, "")
         assert (tmp_path / f"plain.{kind}").read_bytes().startswith(start)
     found = json.loads((tmp_path / "plain.json").read_text())
     assert found["plan"] is None
+    assert "frontier" not in found
     assert found["plain"]["peak_bytes"] == sum(found["plain"]["peak_by_cause"].values())
     assert "planned" not in found
 
@@ -305,6 +306,8 @@ def test_report_reads_a_plan(run, models, tmp_path):
     assert (code, err) == (0, "")
     found = json.loads(output.read_text())
     assert found["planned"]["peak_bytes"] == found["plan"]["planned"]["peak_bytes"] <= 2_200_000
+    assert found["frontier"]["points"][-1]["peak_bytes"] == found["plain"]["peak_bytes"]
+    assert found["layers"]["layers"][0]["total"]["recomputed_flops"] == found["planned"]["recomputed_flops"]
     code, _, err = run("report", f"{models}:chain", "--plan", str(plan_file), "--budget", BUDGET)
     assert code == 2
     assert "exclude each other" in err

@@ -7,7 +7,7 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from autoremat._advice import Advice, AdviceRow
     from autoremat._advise import advise
-    from autoremat._api import classic, distribute, frontier, plan, profile, trace
+    from autoremat._api import classic, distribute, frontier, layers, plan, profile, trace
     from autoremat._calibrate import calibrate
     from autoremat._calibration import Calibration
     from autoremat._data_parallel import DataParallel
@@ -25,10 +25,13 @@ if _TYPE_CHECKING:
     )
     from autoremat._fake import fake_weights
     from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
+    from autoremat._layer_map import LayerMap
     from autoremat._measure import measure
     from autoremat._plan import CallName, OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
     from autoremat._report import render_report
+    from autoremat._report_data import ReportSection
+    from autoremat._report_file import Report, report
     from autoremat._results import MemoryProfile, UsageReport, VerifyReport
     from autoremat._sharding import Sharding
     from autoremat._step_graph import StepGraph
@@ -41,7 +44,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "_advice": ("Advice", "AdviceRow"),
     "_advise": ("advise",),
-    "_api": ("classic", "distribute", "frontier", "plan", "profile", "trace"),
+    "_api": ("classic", "distribute", "frontier", "layers", "plan", "profile", "trace"),
     "_calibrate": ("calibrate",),
     "_calibration": ("Calibration",),
     "_data_parallel": ("DataParallel",),
@@ -59,10 +62,13 @@ _HOMES = {
     ),
     "_fake": ("fake_weights",),
     "_frontier": ("Frontier", "FrontierPoint", "NamedPoint"),
+    "_layer_map": ("LayerMap",),
     "_measure": ("measure",),
     "_plan": ("CallName", "OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
     "_report": ("render_report",),
+    "_report_data": ("ReportSection",),
+    "_report_file": ("Report", "report"),
     "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
     "_sharding": ("Sharding",),
     "_step_graph": ("StepGraph",),
@@ -86,6 +92,7 @@ __all__ = [
     "Explanation",
     "Frontier",
     "FrontierPoint",
+    "LayerMap",
     "LossError",
     "MemoryProfile",
     "NamedPoint",
@@ -96,6 +103,8 @@ __all__ = [
     "Prediction",
     "RecomputeError",
     "Region",
+    "Report",
+    "ReportSection",
     "SavedOutput",
     "Sharding",
     "StepGraph",
@@ -116,6 +125,7 @@ __all__ = [
     "fake_weights",
     "frontier",
     "get_target",
+    "layers",
     "load_target",
     "measure",
     "plan",
@@ -124,6 +134,7 @@ __all__ = [
     "profile",
     "render_report",
     "replay_safe",
+    "report",
     "target_names",
     "trace",
     "verify",

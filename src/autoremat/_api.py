@@ -17,6 +17,8 @@ from autoremat._dry_run import dry_run as run_dry
 from autoremat._dry_run import keep_budget
 from autoremat._errors import UsageError
 from autoremat._frontier import MIN_POINTS, Frontier
+from autoremat._layer_map import LayerMap
+from autoremat._map_layers import map_layers
 from autoremat._measure_ops import CallLog, measure_calls
 from autoremat._model_states import EmaFactory, OptimizerFactory
 from autoremat._plan import Plan
@@ -365,6 +367,32 @@ def profile(
     device = find_target(None, target, graph.device_kind)
     settings = plan.allocator if allocator is None and isinstance(plan, Plan) else allocator
     return price_step(graph, specs, step_seconds(graph, device), device, read_allocator(settings))
+
+
+def layers(
+    graph: StepGraph, plan: Plan | Sequence[RegionSpec] | None = None, *, target: str | Target | None = None
+) -> LayerMap:
+    """What each layer of a model leaves for backward, recomputes and costs, plain and planned.
+
+    Args:
+        graph: A step that `trace` returned.
+        plan: A plan for it; None for the plain step.
+        target: Device whose speed gives the times; the graph's own kind if None.
+
+    Returns:
+        A row for each module path, as a tree, and one for each operator.
+
+    Raises:
+        PlanMismatch: If the plan names what the step does not run.
+
+    Example:
+        >>> import torch
+        >>> graph = trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(2, 8), loss=lambda y: y.sum())
+        >>> [(row.path, row.class_name, row.total.parameter_bytes) for row in layers(graph).layers]
+        [('', 'Sequential', 288), ('0', 'Linear', 288), ('1', 'Tanh', 0)]
+    """
+    specs = resolve(graph, plan) if isinstance(plan, Plan) else list(plan or ())
+    return map_layers(graph, specs, step_seconds(graph, find_target(None, target, graph.device_kind)))
 
 
 def _graph(

@@ -363,9 +363,10 @@ def write_report(
         Optional[Literal["html", "png", "svg", "json"]],  # noqa: UP045 - as above
         typer.Option("--format", help="What to write; by default what the file's name says."),
     ] = None,
+    frontier: Annotated[bool, typer.Option(help="Find the plans for all budgets too.")] = True,
 ) -> None:
-    """Show memory over the step as a picture by cause, plain and planned. Without budget or plan, plain alone."""
-    from autoremat._report_file import report_bytes, report_kind, report_section
+    """Show memory over the step by cause, the frontier and a map of layers. Without budget or plan, plain alone."""
+    from autoremat._report_file import report, report_kind
 
     kind = report_kind(output, format_)
     if plan_file is not None and budget is not None:
@@ -376,9 +377,13 @@ def write_report(
     with shown_progress(quiet=False) as progress:
         progress(f"Building {model}", 0.0)
         built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
-        section = report_section(
-            built,
+        made_report = report(
+            built.model,
+            built.batch,
+            loss=built.loss,
             name=model,
+            command=" ".join(["autoremat", *sys.argv[1:]]),
+            frontier=frontier and kind in ("html", "json"),
             plan=made,
             budget=resolved,
             progress=progress,
@@ -394,7 +399,7 @@ def write_report(
             budget_is=budget_is or budget_kind(budget, target),
             allocator=allocator,
         )
-        written = report_bytes(section, kind=kind, command=" ".join(["autoremat", *sys.argv[1:]]))
+        written = made_report.to_bytes(kind)
     try:
         output.write_bytes(written)
     except OSError as error:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import autoremat
 from autoremat import _tables
-from autoremat._api import plan, profile, trace
+from autoremat._api import frontier, layers, plan, profile, trace
 from autoremat._measure import measure
 from autoremat._plan import Plan
 from autoremat._presets import build_preset, gpt2
-from autoremat._report import ReportSection, render_report
+from autoremat._report import render_report
+from autoremat._report_data import ReportSection
 from autoremat._results import TrainedRuns
 from autoremat._targets import get_target
 from autoremat._units import format_bytes
@@ -38,6 +39,7 @@ _SEED = 0
 _BATCH, _SEQ, _BYTE_VALUES = 4, 256, 256
 _SHAPE = {"n_layer": 8, "n_embd": 256, "n_head": 4}
 _LEARNING_RATE = 5e-4
+_NUM_POINTS = 32
 _KNOWN_CASE = ("bert-large", 16, 1024, "rtx3090-24g")
 _ALLOCATOR = "expandable_segments:True"
 
@@ -132,6 +134,8 @@ def _known_case(progress: Progress) -> ReportSection:
         plain=profile(graph, target=target, allocator=_ALLOCATOR),
         planned=profile(graph, made, target=target),
         plan=made,
+        frontier=frontier(graph, num_points=_NUM_POINTS, classics=True, target=target),
+        layers=layers(graph, made, target=target),
     )
 
 
@@ -156,6 +160,8 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
         plain=plain,
         planned=profile(graph, made),
         plan=made,
+        frontier=frontier(graph, num_points=_NUM_POINTS, classics=True, target="cpu"),
+        layers=layers(graph, made),
         verified=verified,
         usage=usage,
         trained=trained,

@@ -1,7 +1,7 @@
-"""Pictures of memory over a step: SVG that takes its colours from the page around it, or files of their own.
+"""Colours of reports, and pictures of memory over a step as files of their own.
 
-matplotlib draws with placeholder colours; they are then replaced by CSS variables, so that one picture serves light and
-dark pages. Needs the ``report`` extra.
+matplotlib draws with placeholder colours; they are then replaced by CSS variables, so that one SVG serves light and
+dark pages. Pictures need the ``report`` extra.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from autoremat._errors import UsageError
-from autoremat._results import MemoryProfile, UsageReport
+from autoremat._report_data import highest
+from autoremat._results import MemoryProfile
 from autoremat._step_graph import CAUSES
 from autoremat._units import format_bytes
 
@@ -32,11 +33,11 @@ LIGHT = {
     "planned": "#1f6fd1",
     "cause-parameter": "#33465e",
     "cause-optimizer-state": "#5d7796",
-    "cause-ema": "#7a68a6",
+    "cause-ema": "#9933cc",
     "cause-gradient": "#93a9c2",
     "cause-buffer": "#b9a87f",
     "cause-input": "#d9cfb4",
-    "cause-communication": "#6fa287",
+    "cause-communication": "#389485",
     "cause-activation": "#e08a2e",
     "cause-temporary": "#f3c98b",
 }
@@ -51,11 +52,11 @@ DARK = {
     "planned": "#62a8ff",
     "cause-parameter": "#3f5877",
     "cause-optimizer-state": "#6485ad",
-    "cause-ema": "#9483c4",
+    "cause-ema": "#9933cc",
     "cause-gradient": "#94b0d0",
     "cause-buffer": "#8d7f5c",
     "cause-input": "#b8aa82",
-    "cause-communication": "#7fb89b",
+    "cause-communication": "#99e6d9",
     "cause-activation": "#e8963c",
     "cause-temporary": "#f5cd92",
 }
@@ -64,35 +65,24 @@ _WIDTH, _HEIGHT = 11.0, 3.9
 
 
 def css_variables() -> str:
-    """The colours of both palettes as CSS variables, dark where the reader's system is."""
+    """Both palettes as CSS variables: dark where the reader's system is, unless the page says otherwise."""
     light, dark = (" ".join(f"--{role}: {colour};" for role, colour in palette.items()) for palette in (LIGHT, DARK))
-    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-
-
-def memory_figure(profiles: Sequence[tuple[str, MemoryProfile]], *, budget_bytes: int | None = None) -> str:
-    """Live bytes by cause over a step, one picture per profile, side by side on one scale.
-
-    Args:
-        profiles: Titles with profiles, at least one.
-        budget_bytes: Where to draw the budget, if anywhere.
-
-    Returns:
-        An ``<svg>`` element for a page that has `css_variables` and a legend.
-
-    Raises:
-        UsageError: If matplotlib is not installed.
-    """
-    return _svg(_draw_memory(profiles, budget_bytes, _PLACEHOLDERS), _label(profiles))
+    light, dark = f"color-scheme: light; {light}", f"color-scheme: dark; {dark}"
+    return (
+        f":root {{ {light} }}\n"
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        f':root[data-theme="dark"] {{ {dark} }}'
+    )
 
 
 def memory_file(
     profiles: Sequence[tuple[str, MemoryProfile]], *, budget_bytes: int | None = None, kind: Literal["png", "svg"]
 ) -> bytes:
-    """The same picture as a file of its own, with a legend.
+    """Live bytes by cause over a step as a picture with a legend.
 
     Args:
-        profiles: As for `memory_figure`.
-        budget_bytes: As for `memory_figure`.
+        profiles: Titles with profiles, at least one; side by side on one scale.
+        budget_bytes: Where to draw the budget, if anywhere.
         kind: "png" is light; "svg" follows the reader's system.
 
     Raises:
@@ -164,48 +154,6 @@ def _draw_legend(figure: Any, profiles: Sequence[tuple[str, MemoryProfile]], ink
     )
 
 
-def measured_figure(usage: UsageReport) -> str:
-    """Measured live bytes over a step, plain and planned in one picture.
-
-    Args:
-        usage: With curves.
-
-    Returns:
-        An ``<svg>`` element.
-    """
-    figure = _figure()
-    axes = figure.subplots(1, 1)
-    steps = [("plain", usage.plain), ("planned", usage.planned)]
-    top = max([step.peak_bytes for _, step in steps if step is not None] + [usage.budget_bytes or 0])
-    ink = _PLACEHOLDERS
-    unit, scale = _style(axes, top, ink)
-    for role, step in steps:
-        if step is None or not step.curve_s:
-            continue
-        points = _highest(step.curve_s, step.curve_bytes)
-        seconds = [step.curve_s[i] for i in points]
-        axes.plot(
-            seconds,
-            [step.curve_bytes[i] / scale for i in points],
-            color=ink[role],
-            lw=1.4,
-            drawstyle="steps-post",
-        )
-        axes.annotate(
-            f"{role}, {format_bytes(step.peak_bytes)}",
-            _peak(step.curve_s, step.curve_bytes, scale),
-            xytext=(6, 3),
-            textcoords="offset points",
-            **_text(ink, role, 10, bold=True),
-        )
-    axes.set_xlabel("wall time since the start of the step, s", **_text(ink, "muted", 9))
-    axes.set_ylabel(f"allocated, {unit}", **_text(ink, "muted", 9))
-    axes.set_xlim(left=0)
-    if usage.budget_bytes is not None:
-        _line(axes, usage.budget_bytes, scale, ink, role="budget", text=f"budget {format_bytes(usage.budget_bytes)}")
-    return _svg(figure, "Measured memory over one step, plain and planned")
-
-
 def _figure() -> Any:
     try:
         module = importlib.import_module("matplotlib.figure")
@@ -233,7 +181,7 @@ def _style(axes: Any, top: int, ink: dict[str, str]) -> tuple[str, int]:
 
 def _stack(axes: Any, profile: MemoryProfile, scale: int, ink: dict[str, str]) -> None:
     totals = [sum(values) for values in zip(*profile.by_cause.values(), strict=True)]
-    points = _highest(profile.seconds, totals)
+    points = highest(profile.seconds, totals, MAX_POINTS)
     seconds = [profile.seconds[i] for i in points]
     causes = [cause for cause in CAUSES if any(profile.by_cause.get(cause, ()))]
     axes.stackplot(
@@ -276,24 +224,6 @@ def _line(
         bbox={"facecolor": ink["page"], "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
         **_text(ink, role, 9, bold=is_budget),
     )
-
-
-def _highest(seconds: Sequence[float], values: Sequence[int]) -> list[int]:
-    """Indices of at most `MAX_POINTS` points over time, in each short interval the one with the largest value."""
-    if len(seconds) <= MAX_POINTS:
-        return list(range(len(seconds)))
-    width = (seconds[-1] - seconds[0]) / MAX_POINTS or 1.0
-    best: dict[int, int] = {}
-    for index, second in enumerate(seconds):
-        place = int((second - seconds[0]) / width)
-        if place not in best or values[index] > values[best[place]]:
-            best[place] = index
-    return list(best.values())
-
-
-def _peak(seconds: Sequence[float], values: Sequence[int], scale: int) -> tuple[float, float]:
-    at = max(range(len(values)), key=values.__getitem__)
-    return seconds[at], values[at] / scale
 
 
 def _svg(figure: Any, label: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from autoremat._expand import expand
-from autoremat._results import HighMoment, LiveItem, MemoryProfile
+from autoremat._results import HighMoment, LiveItem, MemoryProfile, PointEvent
 from autoremat._schedule import Action, Event, Schedule
 from autoremat._step_graph import BEFORE_STEP, CAUSES, StepGraph
 
@@ -23,7 +23,7 @@ _NUM_ITEMS_AT_PEAK = 2_000
 """Enough for a hundred layers, so that like ones can be summed."""
 _NUM_HIGH_MOMENTS = 8
 
-__all__ = ["expand", "peak_bytes", "price"]
+__all__ = ["alive_at_turn", "expand", "peak_bytes", "price"]
 
 
 @dataclass(slots=True)
@@ -89,6 +89,18 @@ def peak_bytes(graph: StepGraph, schedule: Schedule) -> int:
     return max([live.total, *(point for event in schedule.events if (point := live.apply(event)) is not None)])
 
 
+def alive_at_turn(graph: StepGraph, schedule: Schedule) -> tuple[Counter[int], Counter[int]]:
+    """What is alive when backward begins: copies of each storage, and bytes that regions hold besides, by region."""
+    live, held = _Live(graph), Counter[int]()
+    for event in schedule.events:
+        if event.action is Action.BACKWARD:
+            break
+        live.apply(event)
+        if event.action in (Action.HOLD, Action.RELEASE):
+            held[event.region] += event.num_bytes if event.action is Action.HOLD else -event.num_bytes
+    return live.copies, held
+
+
 def price(graph: StepGraph, schedule: Schedule, op_seconds: Sequence[float]) -> MemoryProfile:
     """Live bytes by cause over a step, and its FLOPs and predicted time.
 
@@ -142,7 +154,13 @@ def price(graph: StepGraph, schedule: Schedule, op_seconds: Sequence[float]) -> 
         flops=flops,
         step_s=clock,
         high_moments=moments,
+        events=tuple(_event(graph, event) for _, event in points),
     )
+
+
+def _event(graph: StepGraph, event: Event) -> PointEvent:
+    op = graph.ops[event.op]
+    return PointEvent(event.action.value, graph.calls[op.call].path, op.name)
 
 
 def _high_moments(
@@ -165,8 +183,8 @@ def _high_moments(
 
 def _place(graph: StepGraph, event: Event) -> str:
     """Phase, module and op of an event, in words."""
-    op = graph.ops[event.op]
-    return f"{event.action.value}, {graph.calls[op.call].path or 'the model itself'}, {op.name}"
+    found = _event(graph, event)
+    return f"{found.action}, {found.module or 'the model itself'}, {found.op}"
 
 
 def _items(graph: StepGraph, copies: Counter[int]) -> tuple[LiveItem, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoremat._units import format_bytes, format_percent, format_seconds
 
@@ -119,6 +119,20 @@ class HighMoment(JsonResult):
     second: float
 
 
+class PointEvent(NamedTuple):
+    """What happens at a point of a profile.
+
+    Attributes:
+        action: "forward", "recompute", "backward" or "optimizer".
+        module: Path of the module whose op it is (in backward: of the forward op); "" for the model's own and the loss.
+        op: Operator with overload.
+    """
+
+    action: str
+    module: str
+    op: str
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryProfile(JsonResult):
     """Live bytes over one step, as a schedule predicts them: allocated, and on a CUDA device what that makes reserved.
@@ -141,6 +155,7 @@ class MemoryProfile(JsonResult):
         allocator: What the caching allocator reserves for it; None on a CPU, which has none.
         high_moments: The peak and the next highest moments, each place once, highest first: what a plan has to get
             below next.
+        events: What happens at each point.
     """
 
     peak_bytes: int
@@ -157,6 +172,7 @@ class MemoryProfile(JsonResult):
     step_s: float
     allocator: AllocatorUsage | None = None
     high_moments: tuple[HighMoment, ...] = ()
+    events: tuple[PointEvent, ...] = ()
 
     def __repr__(self) -> str:
         reserved = "" if self.allocator is None else f", reserved {format_bytes(self.allocator.reserved_bytes)}"
