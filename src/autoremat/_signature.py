@@ -20,6 +20,7 @@ def signature_lines(model: nn.Module, *, dtype: object = None) -> Iterator[str]:
         *model.named_buffers(remove_duplicate=False),
     ):
         shown = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        name = name.replace("_orig_mod.", "")  # noqa: PLW2901 (what torch.compile puts around a module)
         yield f"{name} {str(shown).removeprefix('torch.')} {list(tensor.shape)}"
 
 

@@ -207,30 +207,3 @@ def test_single_calls_inside_a_recomputed_region_and_calls_without_gradients():
     applied = ar.apply(model, Plan(tuple(regions)), check="always")
     (model(torch.ones(2, 4)).sum() + model(torch.zeros(2, 4)).sum()).backward()
     assert [r.num_recomputes for r in applied.executed] == [2, 2]
-
-
-def test_a_compiled_model_runs_plain():
-    model = _two_blocks()
-    x = torch.ones(1, 4)
-    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    applied = ar.apply(model, Plan((Region("0"), Region("1"))))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.warns(UserWarning, match="Sequential is compiled with a plan") as caught:
-        grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
-    compiled(torch.ones(2, 4))
-    assert sum("with a plan" in str(warning.message) for warning in caught) == 1
-    assert all(torch.equal(a, b) for a, b in zip(expected, grads, strict=True))
-    assert sum(r.num_calls for r in applied.executed) == 0
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at its first compile
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_refused_by_name(in_place):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    if in_place:
-        model[1].compile()
-    else:
-        model[1] = torch.compile(model[1])
-    with pytest.raises(PlanError, match="Module '1' of Sequential is compiled"):
-        ar.apply(model, Plan(regions=(Region("0"),)))
-    assert not model[0]._forward_pre_hooks

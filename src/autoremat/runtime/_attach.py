@@ -4,8 +4,8 @@ Everything hangs on module hooks: state_dict keys, ``repr`` and ``forward`` stay
 module-level functions that look their region up by module, so that a pickled or deep-copied model is simply plain.
 
 Known limits: a KeyboardInterrupt in the middle of forward leaves the region open as long as its traceback is held (in a
-notebook, until the model runs again); under ``torch.compile``, with a warning, and under ``torch.func`` transforms
-regions run plain.
+notebook, until the model runs again); when exported, with a warning, and under ``torch.func`` transforms regions run
+plain. Compiled code goes to `_compiled`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import Plan, Region
 from autoremat._signature import model_signature
 from autoremat.runtime import _torch_compat as compat
+from autoremat.runtime._compiled import CompiledRegions, in_compiled_code, is_prepared
 from autoremat.runtime._enter import enter, leave
-from autoremat.runtime._layout import Use, lay_out
+from autoremat.runtime._layout import Use, find_module, lay_out
 from autoremat.runtime._module_state import ModuleWatch
 from autoremat.runtime._recipe import Part, Recipe
 from autoremat.runtime._selective import OpTable
@@ -63,12 +64,14 @@ class ExecutedRegion:
 
 
 class _Root:
-    """Counts forward passes of one applied model."""
+    """One applied model: counts its forward passes, and holds what is compiled of it."""
 
-    __slots__ = ("forward_index",)
+    __slots__ = ("compiled", "forward_index", "plan")
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.forward_index = 0
+        self.plan = plan
+        self.compiled = CompiledRegions()
 
 
 class Level(NamedTuple):
@@ -135,7 +138,7 @@ _ROOTS: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary(
 def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
     """Forward pre-hook of a region's module."""
     if torch.compiler.is_compiling():
-        warn_compiled(type(module).__name__, is_model=False)
+        meet_compiler(module, is_model=False)
         return None
     attached = _REGIONS.get(module)
     if attached is None:
@@ -196,18 +199,52 @@ class OpenCall(tuple[Any, ...]):  # noqa: SLOT001 (a tuple cannot have any)
             close_through(self.active)
 
 
+def meet_compiler(module: nn.Module, *, is_model: bool) -> None:
+    """What the hooks do in compiled code: see to it that the compiler finds the regions."""
+    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        warn_plain(type(module).__name__)
+    elif is_model:
+        prepare_model(module)
+    elif torch.is_grad_enabled():
+        check_prepared(module)
+
+
 _WARNED: set[str] = set()
 
 
 @compat.runs_while_tracing
-def warn_compiled(name: str, *, is_model: bool) -> bool:
-    """Say once that a plan is on something that is being compiled. The compiler needs something to be returned."""
-    if name not in _WARNED and (is_model or not _WARNED):
+def warn_plain(name: str) -> bool:
+    """Say once that a plan is on something that is being exported. The compiler needs something to be returned."""
+    if not _WARNED:
         _WARNED.add(name)
         warnings.warn(
-            f"{name} is compiled with a plan applied to it: in compiled code its regions run plain, and the budget "
-            "does not hold. Train it without torch.compile, or take the plan off with remove().",
+            f"{name} is exported with a plan applied to it: the exported program recomputes nothing. Take the plan off "
+            "with remove() to export.",
             stacklevel=2,
+        )
+    return True
+
+
+@compat.runs_while_tracing
+def prepare_model(model: nn.Module) -> bool:
+    """While the compiler traces the model's call: before it comes to the regions, make them ready for it."""
+    root = _ROOTS.get(model)
+    if root is not None:
+        try:
+            root.compiled.install(model, root.plan.regions)
+        except PlanError as error:
+            raise compat.refuse_compile(str(error)) from error
+    return True
+
+
+@compat.runs_while_tracing
+def check_prepared(module: nn.Module) -> bool:
+    """While the compiler traces a call of a region: refuse one that it would run plain."""
+    if module in _REGIONS and not is_prepared(module):
+        raise compat.refuse_compile(
+            f"{type(module).__name__} is a region of a plan and was compiled by itself after the plan was applied: it "
+            "would run plain, and the budget would not hold. Take the plan off with remove(), compile, then apply the "
+            "plan; or compile the whole model."
         )
     return True
 
@@ -221,7 +258,7 @@ def end_region(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any
 def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
     """Forward pre-hook of the model."""
     if torch.compiler.is_compiling():
-        warn_compiled(type(module).__name__, is_model=True)
+        meet_compiler(module, is_model=True)
         return
     root = _ROOTS.get(module)
     if root is not None:
@@ -290,7 +327,9 @@ class Applied:
                 handle.remove()
         model = self._model()
         if model is not None:
-            _ROOTS.pop(model, None)
+            root = _ROOTS.pop(model, None)
+            if root is not None:
+                root.compiled.remove()
             for module in model.modules():
                 if _REGIONS.get(module) in self._attached:
                     del _REGIONS[module]
@@ -309,7 +348,8 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
     """Put a plan on a model, in place. Its state_dict keys, ``repr`` and own hooks stay as they are.
 
     Args:
-        model: The model that the plan was made for.
+        model: The model that the plan was made for, compiled or to be compiled or neither. In compiled code the plan
+            goes to torch's selective checkpointing, op call by op call.
         plan: A plan; see `Plan`.
         check: When recomputed values are compared with those of forward, by checksum: in the "first" step, "always"
             or "never".
@@ -319,15 +359,19 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
 
     Raises:
         PlanMismatch: If the plan was made for another model, or names a module that is not there.
-        PlanError: If the model has a plan already, or the plan contradicts itself.
+        PlanError: If the model has a plan already, or the plan contradicts itself, or cannot be expressed in compiled
+            code; there, what only the compiler finds out is raised when it compiles.
         UsageError: If ``check`` is none of the three.
     """
     if check not in ("first", "always", "never"):
         raise UsageError(f"check is 'first', 'always' or 'never', not {check!r}.")
+    is_compiled = isinstance(model, nn.Module) and hasattr(model, "_orig_mod")
+    model = getattr(model, "_orig_mod", model)
     _check_model(model, plan)
     layout = lay_out(model, plan)
     _WARNED.clear()
-    root = _Root()
+    root = _Root(plan)
+    root.compiled.install(model, plan.regions if is_compiled else in_compiled_code(model, plan))
     recipes = [(region, _recipe(region, model, check)) for region in layout.regions]
     of_region = {id(region): recipe for region, recipe in recipes}
     attached = {
@@ -368,7 +412,7 @@ def _link_counters(attached: dict[nn.Module, _Attached]) -> None:
 
 def _recipe(region: Region, model: nn.Module, check: Check) -> Recipe:
     table = OpTable(region) if region.saved or region.skipped else None
-    modules = [model.get_submodule(call.path) for call in region.calls]
+    modules = [find_module(model, call.path) for call in region.calls]
     parts = [
         Part(call.path, ModuleWatch([(call.path, module)]), position)
         for position, (call, module) in enumerate(zip(region.calls, modules, strict=True))
@@ -385,23 +429,12 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         raise PlanError(
             f"{type(model).__name__} has a plan already. Call remove() on what the earlier apply returned, then apply."
         )
-    compiled = next((path for path, module in model.named_modules() if _is_compiled(module)), None)
-    if compiled is not None:
-        raise PlanError(
-            f"Module {compiled!r} of {type(model).__name__} is compiled, and regions are not recomputed inside "
-            "compiled code: the budget would not hold. Apply the plan to the model without torch.compile."
-        )
     if plan.model_signature and plan.model_signature != model_signature(model):
         raise PlanMismatch(
             f"The plan was made for {plan.model or 'another model'} with other parameters or buffers than this "
             f"{type(model).__name__} (signature {plan.model_signature}, here {model_signature(model)}). "
             "Make a plan for this model with autoremat.plan."
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile`` returned, or has been compiled in place."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def abandon_stale_regions() -> None:

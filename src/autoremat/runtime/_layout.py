@@ -75,9 +75,19 @@ def _all_regions(
         yield from _all_regions(region.children, (*ancestors, region))
 
 
+def find_module(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path, without what ``torch.compile`` puts around it.
+
+    Raises:
+        AttributeError: If there is none.
+    """
+    module = model.get_submodule(path)
+    return getattr(module, "_orig_mod", module)
+
+
 def _find(model: nn.Module, call: CallName) -> nn.Module:
     try:
-        return model.get_submodule(call.path)
+        return find_module(model, call.path)
     except AttributeError as error:
         raise PlanMismatch(
             f"The plan names the module {call.path!r}, which {type(model).__name__} does not have. "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -27,12 +28,16 @@ from torch._subclasses.fake_tensor import FakeTensor  # no public test for "has 
 # bare costs a tenth. Freed by a cheap public way to enter a mode.
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from autoremat._errors import PlanError
+
 __all__ = [
     "DefaultHook",
     "OpLog",
+    "activation_memory_budget",
     "alias",
     "at_end_of_backward",
     "checkpoint_debug_override",
+    "current_trace",
     "detached",
     "dispatch_modes_active",
     "early_stop_override",
@@ -48,12 +53,15 @@ __all__ = [
     "pop_hooks",
     "push_dispatch_mode",
     "push_hooks",
+    "refuse_compile",
     "replace_function_modes",
     "runs_while_tracing",
     "sdpa_flags",
+    "selective_contexts",
     "shared_versions",
     "skip_side_effects_in_recompute",
     "top_hooks",
+    "traced_module",
     "transforms_or_tracing_active",
     "unobserved",
     "wrap_as_backward_hooks_do",
@@ -207,6 +215,73 @@ def skip_side_effects_in_recompute(skip: bool) -> bool:
     found: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = skip
     return found
+
+
+def refuse_compile(message: str) -> PlanError:
+    """An error that the compiler hands to the user as it is; it wraps all others in its own. No public way."""
+    import torch._dynamo.exc  # noqa: PLC0415 (the compiler takes a second and a half)
+
+    class CompileRefused(PlanError, torch._dynamo.exc.ShortenTraceback):
+        """A region that compiled code cannot recompute as planned."""
+
+    return CompileRefused(message, first_useful_frame=None)
+
+
+def current_trace() -> object | None:
+    """What the compiler is tracing now, one object for each graph; None outside of it. No public reader."""
+    return torch._guards.TracingContext.try_get()
+
+
+def activation_memory_budget() -> float:
+    """The compiler's own setting for how much of the activations may be kept. It has no public home."""
+    import torch._functorch.config  # noqa: PLC0415 (as above)
+
+    return float(torch._functorch.config.activation_memory_budget)
+
+
+def traced_module() -> str | None:
+    """Where the module is that makes the op call which the compiler is tracing, as a source expression."""
+    stack: Any = torch.fx.traceback.current_meta.get("nn_module_stack")
+    return None if not stack else str(list(stack.values())[-1][0])
+
+
+def selective_contexts(policy: Any, at_end: Callable[[], None]) -> tuple[Any, Any]:
+    """The modes of torch's selective checkpointing, for tracing.
+
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes the same pair; but only a subclass can say that
+    several calls are one region to the partitioner, and know when the call is over.
+
+    Args:
+        policy: A policy with a ``progress``, whose ``graph_id`` is that of the region.
+        at_end: Called when forward has been traced.
+    """
+    storage: Any = defaultdict(dict)
+    # A tensor that is changed in place after it was saved would be refused without a plan, too.
+    cached = torch.utils.checkpoint._CachedTorchDispatchMode(None, storage, allow_cache_entry_mutation=True)
+    return _RegionMode(policy, storage, at_end), cached
+
+
+class _RegionMode(torch.utils.checkpoint._CachingTorchDispatchMode):
+    def __init__(self, policy: Any, storage: Any, at_end: Callable[[], None]) -> None:
+        self._progress = policy.progress
+        self._at_end = at_end
+        super().__init__(policy, storage)
+
+    @property
+    def ac_graph_id(self) -> int | None:
+        graph_id: int | None = self._progress.graph_id
+        return graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, value: int | None) -> None:
+        if self._progress.graph_id is None:
+            self._progress.graph_id = value
+
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> Any:
+        result = super().__exit__(exc_type, exc, traceback)
+        if exc_type is None:
+            self._at_end()
+        return result
 
 
 class OpLog(TorchDispatchMode):
