@@ -82,6 +82,8 @@ OPTIONS = {
     "--optimizer --output --precision --scaler --seq --shard --target -o model",
     "frontier": "--accumulate --batch --classic --ddp --ema --json --objective --optimizer --output --points "
     "--precision --scaler --seq --shard --target -o model",
+    "why": "--accumulate --batch --budget --json --objective --optimizer --plan --precision --seq --step --target "
+    "model",
     "verify": "--against-fp32 --batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq "
     "--target model",
     "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
@@ -123,6 +125,21 @@ def test_plan_prints_json_and_nothing_else(run, models):
     assert (code, err) == (0, "")
     jsonschema.validate(json.loads(out), plan_schema())
     assert Plan.from_json(out).optimizer == ""
+
+
+def test_why_says_what_regions_are_for(run, models, tmp_path):
+    output = tmp_path / "plan.json"
+    run("plan", f"{models}:chain", "--budget", BUDGET, "--output", str(output))
+    code, out, err = run("why", f"{models}:chain", "--plan", str(output), "--step", "64KiB")
+    assert (code, err) == (0, "")
+    words = ("why", "peak without it", "other budgets", "what stops at", "No schedule whatever", "more would take")
+    assert all(word in out for word in words)
+    code, out, err = run("why", f"{models}:chain", "--budget", BUDGET, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["regions"]
+    assert found["limit_bytes"] == 2_200_000 < min(region["peak_without_bytes"] for region in found["regions"])
+    assert run("why", f"{models}:chain", "--plan", str(output), "--budget", BUDGET)[0] == 2
 
 
 def test_frontier_prints_a_table_and_writes_the_curve(run, models, tmp_path):

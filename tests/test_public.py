@@ -21,6 +21,8 @@ PUBLIC = [
     "CallName",
     "DataParallel",
     "Explanation",
+    "Floor",
+    "FloorPart",
     "Frontier",
     "FrontierPoint",
     "LayerMap",
@@ -28,12 +30,15 @@ PUBLIC = [
     "MemoryProfile",
     "NamedPoint",
     "OpCall",
+    "OtherBudget",
     "Plan",
     "PlanError",
     "PlanMismatch",
     "Prediction",
+    "Reasons",
     "RecomputeError",
     "Region",
+    "RegionReason",
     "Report",
     "ReportSection",
     "SavedOutput",
@@ -69,6 +74,7 @@ PUBLIC = [
     "target_names",
     "trace",
     "verify",
+    "why",
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from autoremat._advice import Advice, AdviceRow
     from autoremat._advise import advise
-    from autoremat._api import classic, distribute, frontier, layers, plan, profile, trace
+    from autoremat._api import classic, distribute, frontier, layers, plan, profile, trace, why
     from autoremat._calibrate import calibrate
     from autoremat._calibration import Calibration
     from autoremat._data_parallel import DataParallel
@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from autoremat._measure import measure
     from autoremat._plan import CallName, OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
+    from autoremat._reasons import Floor, FloorPart, OtherBudget, Reasons, RegionReason
     from autoremat._report import render_report
     from autoremat._report_data import ReportSection
     from autoremat._report_file import Report, report
@@ -44,7 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "_advice": ("Advice", "AdviceRow"),
     "_advise": ("advise",),
-    "_api": ("classic", "distribute", "frontier", "layers", "plan", "profile", "trace"),
+    "_api": ("classic", "distribute", "frontier", "layers", "plan", "profile", "trace", "why"),
     "_calibrate": ("calibrate",),
     "_calibration": ("Calibration",),
     "_data_parallel": ("DataParallel",),
@@ -66,6 +67,7 @@ _HOMES = {
     "_measure": ("measure",),
     "_plan": ("CallName", "OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
+    "_reasons": ("Floor", "FloorPart", "OtherBudget", "Reasons", "RegionReason"),
     "_report": ("render_report",),
     "_report_data": ("ReportSection",),
     "_report_file": ("Report", "report"),
@@ -90,6 +92,8 @@ __all__ = [
     "CallName",
     "DataParallel",
     "Explanation",
+    "Floor",
+    "FloorPart",
     "Frontier",
     "FrontierPoint",
     "LayerMap",
@@ -97,12 +101,15 @@ __all__ = [
     "MemoryProfile",
     "NamedPoint",
     "OpCall",
+    "OtherBudget",
     "Plan",
     "PlanError",
     "PlanMismatch",
     "Prediction",
+    "Reasons",
     "RecomputeError",
     "Region",
+    "RegionReason",
     "Report",
     "ReportSection",
     "SavedOutput",
@@ -138,6 +145,7 @@ __all__ = [
     "target_names",
     "trace",
     "verify",
+    "why",
 ]
 
 

@@ -32,6 +32,7 @@ from autoremat._planning import (
     price_step,
     read_allocator,
 )
+from autoremat._reasons import Reasons
 from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
 from autoremat._reserved import with_blas_workspaces
@@ -41,6 +42,7 @@ from autoremat._step import Batch, LossFunction
 from autoremat._step_graph import StepGraph
 from autoremat._targets import Target
 from autoremat._units import parse_bytes
+from autoremat._why import why as find_reasons
 
 Progress = Callable[[str, float], None]
 
@@ -334,6 +336,45 @@ def classic(graph: StepGraph, name: str, *, target: str | Target | None = None) 
     """
     objective = choose_objective(graph, target, None)
     return Planning(graph, find_target(None, target, graph.device_kind), objective).classic(name)
+
+
+def why(
+    graph: StepGraph,
+    plan: Plan,
+    *,
+    step: int | str | None = None,
+    target: str | Target | None = None,
+) -> Reasons:
+    """Say why a plan is as it is: what each region is for, what more memory would buy, what stops it from going lower.
+
+    Each region is taken out and the step without it is priced by the ledger; plans for other budgets are the planner's
+    own. (`explain` says what the regions of a model held and did when it ran.)
+
+    Args:
+        graph: The step: what `trace` returned.
+        plan: A plan for it, made by `plan` or `classic` or by hand.
+        step: How much more and less memory to look at, as bytes or "1GiB"; None for 1 GiB, or less where that would be
+            much of what plans can change.
+        target: Device whose speed gives the times; the plan's own if None.
+
+    Returns:
+        The reasons, with a table in a terminal by ``autoremat why``.
+
+    Raises:
+        PlanMismatch: If the plan names what the step does not run.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+        >>> graph = trace(model, torch.ones(512, 64), loss=lambda y: y.sum())
+        >>> curve = frontier(graph)
+        >>> reasons = why(graph, curve.plan(curve.smallest_bytes))
+        >>> all(region.peak_without_bytes > curve.smallest_bytes for region in reasons.regions)
+        True
+    """
+    device = find_target(None, target or plan.target or None, graph.device_kind)
+    planning = Planning(graph, device, plan.objective, read_allocator(plan.allocator))
+    return find_reasons(planning, plan, step_bytes=None if step is None else parse_bytes(step))
 
 
 def profile(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 from rich.console import Console
 
-from autoremat import _advice_tables, _tables
+from autoremat import _advice_tables, _tables, _why_tables
 from autoremat._cli_options import (
     AccumulateOption,
     AllocatorOption,
@@ -39,6 +39,7 @@ from autoremat._cli_support import (
     autocast_of,
     budget_bytes,
     budget_kind,
+    find_reasons,
     load_built,
     make_plan,
     optimizer_of,
@@ -113,6 +114,49 @@ def plan(
     if output is not None:
         write_text(made.to_json(), output, what="plan")
     show_plan(made, json=json, output=output)
+
+
+@app.command()
+def why(
+    model: ModelArgument,
+    *,
+    plan_file: PlanOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    step: Annotated[Optional[str], typer.Option(help="More and less memory to look at: 1GiB.")] = None,  # noqa: UP045
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    objective: ObjectiveOption = None,
+    accumulate: AccumulateOption = 1,
+    json: JsonOption = False,
+) -> None:
+    """Say why each region of a plan is there, what more memory would buy, and what stops a budget from going lower."""
+    with shown_progress(quiet=json) as report:
+        report(f"Building {model}", 0.0)
+        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+        found = find_reasons(
+            built,
+            report,
+            plan_file=plan_file,
+            budget=budget,
+            step=step,
+            target=target,
+            objective=objective,
+            precision=autocast_of(precision),
+            optimizer=optimizer_of(optimizer),
+            accumulate=accumulate,
+        )
+    if json:
+        show(found.to_json(), json=True)
+        return
+    console = Console()
+    for table in (_why_tables.reasons_table(found), _why_tables.budgets_table(found)):
+        console.print(table)
+    console.print(_why_tables.floor_table(found.floor))
+    for line in _why_tables.reason_lines(found):
+        console.print(line, soft_wrap=True)
 
 
 @app.command()

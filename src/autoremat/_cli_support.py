@@ -20,6 +20,7 @@ from autoremat._units import format_bytes
 if TYPE_CHECKING:
     from autoremat._data_parallel import DataParallel
     from autoremat._presets import Built
+    from autoremat._reasons import Reasons
     from autoremat._sharding import Sharding
 
 NO_OPTIMIZER = "none"
@@ -97,6 +98,38 @@ def read_or_make_plan(
         return Plan.load(plan_file)
     resolved = budget_bytes(budget, options["target"])
     return make_plan(built, report, budget=resolved, precision=autocast_of(precision), **options)
+
+
+def find_reasons(
+    built: Built,
+    report: Callable[[str, float], None],
+    *,
+    plan_file: Path | None,
+    budget: str | None,
+    step: str | None,
+    target: str | None,
+    objective: Literal["time", "flops"] | None,
+    **trace_options: Any,
+) -> Reasons:
+    """Why a plan is as it is: one in a file, or the one for a budget. One trace and one solve."""
+    from autoremat._api import trace
+    from autoremat._planning import Planning, choose_objective, find_target
+    from autoremat._units import parse_bytes
+    from autoremat._why import why
+
+    if plan_file is not None and budget is not None:
+        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
+    made = None if plan_file is None else Plan.load(plan_file)
+    resolved = budget_bytes(budget, target) if made is None else 0
+    target = (made.target or None) if made is not None and target is None else target
+    report("tracing the step", 0.1)
+    graph = trace(built.model, built.batch, loss=built.loss, target=target, **trace_options)
+    chosen = choose_objective(graph, target, objective) if made is None else made.objective
+    planning = Planning(graph, find_target(None, target, graph.device_kind), chosen)
+    report("solving blocks", 0.4)
+    made = made or planning.plan(parse_bytes(resolved))
+    report("taking regions out", 0.8)
+    return why(planning, made, step_bytes=None if step is None else parse_bytes(step))
 
 
 def write_text(text: str, output: Path, *, what: str) -> None:

@@ -23,7 +23,7 @@ _NUM_ITEMS_AT_PEAK = 2_000
 """Enough for a hundred layers, so that like ones can be summed."""
 _NUM_HIGH_MOMENTS = 8
 
-__all__ = ["alive_at_turn", "expand", "peak_bytes", "price"]
+__all__ = ["alive_at", "alive_at_turn", "expand", "moments", "peak_bytes", "place", "price"]
 
 
 @dataclass(slots=True)
@@ -101,6 +101,22 @@ def alive_at_turn(graph: StepGraph, schedule: Schedule) -> tuple[Counter[int], C
     return live.copies, held
 
 
+def moments(graph: StepGraph, schedule: Schedule) -> list[tuple[int, Event]]:
+    """Live bytes while each op of a schedule runs, in order, with the event that runs it."""
+    live = _Live(graph)
+    return [(point, event) for event in schedule.events if (point := live.apply(event)) is not None]
+
+
+def alive_at(graph: StepGraph, schedule: Schedule, moment: int) -> Counter[int]:
+    """How many copies of each storage are alive at one of the `moments`."""
+    live, seen = _Live(graph), -1
+    for event in schedule.events:
+        seen += live.apply(event) is not None
+        if seen == moment:
+            break
+    return +live.copies
+
+
 def price(graph: StepGraph, schedule: Schedule, op_seconds: Sequence[float]) -> MemoryProfile:
     """Live bytes by cause over a step, and its FLOPs and predicted time.
 
@@ -174,14 +190,14 @@ def _high_moments(
     ]
     found: dict[str, HighMoment] = {}
     for index in sorted(tops, key=lambda i: -points[i][0]):
-        at = _place(graph, points[index][1])
+        at = place(graph, points[index][1])
         found.setdefault(at, HighMoment(at, points[index][0], seconds[index]))
         if len(found) == _NUM_HIGH_MOMENTS:
             break
     return tuple(found.values())
 
 
-def _place(graph: StepGraph, event: Event) -> str:
+def place(graph: StepGraph, event: Event) -> str:
     """Phase, module and op of an event, in words."""
     found = _event(graph, event)
     return f"{found.action}, {found.module or 'the model itself'}, {found.op}"

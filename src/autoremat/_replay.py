@@ -201,8 +201,7 @@ def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[Save
     stop = graph.calls[spec.call].start
     needed: set[int] = set()
     held = held_inputs(graph, spec) if spec.then else {}
-    children = [(child, Extent(graph, child.calls)) for child in spec.children]
-    for child, _ in children:
+    for child in spec.children:
         if saved_in(graph, *child.calls):
             stop = max(stop, _ready_at(graph, spec, child))
             needed.update(s for s in child.kept if storages[s].born in extent)
@@ -211,9 +210,14 @@ def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[Save
                 for s, part in held_inputs(graph, child).items()
                 if storages[s].born in extent and not is_from_argument(extent, held, s, child.calls[part])
             )
+    extents = [Extent(graph, child.calls) for child in spec.children]
+    pairs = zip(spec.children, extents, strict=True)
+    inside = sorted(((call, e) for child, e in pairs for call in child.calls), key=lambda pair: pair[0])
+    first_calls = [call for call, _ in inside]
     for record in saved:
-        inner = next((e for _, e in children if e.part_of_call(record.call) is not None), None)
-        if inner is None:
+        position = bisect_right(first_calls, record.call) - 1
+        inner = inside[position][1] if position >= 0 else None
+        if inner is None or inner.part_of_call(record.call) is None:
             stop = max(stop, record.packed)
         elif storages[record.storage].born in inner:
             continue
@@ -225,7 +229,10 @@ def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[Save
 def _ready_at(graph: StepGraph, spec: RegionSpec, child: RegionSpec) -> int:
     """Clock up to which recompute of a region must run so that a region inside it has all that it holds."""
     last = graph.calls[child.calls[-1]]
-    if replay(graph, child).selective:
+    # What recompute runs is worked out only where that decides whether it watches ops.
+    own = Extent(graph, child.calls)
+    stores = any(graph.storages[s].born in own for s in child.kept)
+    if stores or (not child.is_whole and replay(graph, child).selective):
         return last.end
     return graph.calls[child.call].start if child.is_part_of(spec) else last.start
 

@@ -87,10 +87,10 @@ def region_rows(regions: Iterable[Region]) -> list[tuple[str, int, int, str]]:
     """
     groups: dict[tuple[str, int, str], list[Region]] = {}
     for region in regions:
-        alike = (_general(region.path), sum(s.num_bytes for s in region.saved), _outputs(region))
+        alike = (general_path(region.path), sum(s.num_bytes for s in region.saved), _outputs(region))
         groups.setdefault(alike, []).append(region)
     return [
-        (_common(general, [region.path for region in found]), len(found), num_bytes, outputs)
+        (common_path(general, [region.path for region in found]), len(found), num_bytes, outputs)
         for (general, num_bytes, outputs), found in groups.items()
     ]
 
@@ -165,7 +165,7 @@ def live_rows(items: Iterable[LiveItem], *, limit: int = MAX_LIVE_ROWS) -> list[
         name = item.name.removeprefix(f"{item.module}.") if item.module else item.name
         maker = name.removeprefix("aten.").split(".")[0].lstrip("_") if name.startswith("aten.") else name
         maker = f"{maker}, {item.line.rpartition('/')[2]}" if item.line else maker
-        groups.setdefault((item.cause, _general(item.module), maker), []).append(item)
+        groups.setdefault((item.cause, general_path(item.module), maker), []).append(item)
     rows = [
         (cause, _place(general, [item.module for item in found]), maker, _storages(found), _bytes(found))
         for (cause, general, maker), found in groups.items()
@@ -178,7 +178,7 @@ def live_rows(items: Iterable[LiveItem], *, limit: int = MAX_LIVE_ROWS) -> list[
 
 
 def _place(general: str, paths: list[str]) -> str:
-    return _common(general, paths) if any(paths) else "(the model itself, or the loss)"
+    return common_path(general, paths) if any(paths) else "(the model itself, or the loss)"
 
 
 def _storages(items: Iterable[LiveItem]) -> int:
@@ -301,12 +301,12 @@ def _with_overhead(text: str, overhead: float | None) -> str:
     return text if overhead is None else f"{text} (+{format_percent(overhead)})"
 
 
-def _general(path: str) -> str:
+def general_path(path: str) -> str:
     """A path with ``*`` for its first number; paths that agree in this are written together."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path, count=1) or "(the whole model)"
 
 
-def _common(general: str, paths: list[str]) -> str:
+def common_path(general: str, paths: list[str]) -> str:
     """The general path with the numbers that occur in place of its ``*``."""
     prefix, star, suffix = general.partition("*")
     if not star:

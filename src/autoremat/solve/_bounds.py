@@ -53,6 +53,8 @@ class Bound:
     def __init__(self, facts: Facts, op_cost: Sequence[float], low: int, high: int) -> None:
         roots = [call.index for call in facts.graph.calls if call.parent == -1]
         self._steps = [_events(facts, root, op_cost) for root in roots]
+        self.least_bytes = max((_least_bytes(facts, root) for root in roots), default=0)
+        """No schedule of the same ops in the same order has a smaller peak."""
         self._low, self._width = low, max(1, -(-(high - low) // GRID))
 
     def at(self, budget_bytes: int) -> float:
@@ -96,20 +98,32 @@ def _events(facts: Facts, root: int, op_cost: Sequence[float]) -> list[_Event]:
     """The turn of a micro-step and the fullest events of its backward; none without a backward."""
     graph = facts.graph
     span = graph.calls[root]
-    inside = facts.born_in(span.start, span.end)
-    records = {s: [r for r in facts.records_of.get(s, ()) if r.unpacked is not None] for s in inside}
+    records = _read_records(facts, root)
     unpacked = [r.unpacked for found in records.values() for r in found if r.unpacked is not None]
     first = min((clock for clock in unpacked if clock >= span.end), default=None)
     if first is None:
         return []
     end_of_step = next(end for start, end in facts.spans if start <= span.start < end)
     last = min(max(unpacked), end_of_step - 1)
-    num_parts = max(1, min(MAX_EVENTS, _MAX_UNITS // max(1, len(inside))))
+    num_parts = max(1, min(MAX_EVENTS, _MAX_UNITS // max(1, len(records))))
     step = -(-(last + 1 - span.end) // num_parts)
     turn = min(first + _TURN_OPS, last) if step > 1 else span.end
     parts = [range(span.end - 1, turn), *(range(at, min(at + step, last + 1)) for at in range(turn, last + 1, step))]
     fixed = _FixedBytes(facts, records)
     return [_event(facts, root, records, fixed.highest(part), op_cost) for part in parts]
+
+
+def _read_records(facts: Facts, root: int) -> dict[int, list[SavedTensor]]:
+    """What backward reads of each storage that is born in a forward."""
+    span = facts.graph.calls[root]
+    inside = facts.born_in(span.start, span.end)
+    return {s: [r for r in facts.records_of.get(s, ()) if r.unpacked is not None] for s in inside}
+
+
+def _least_bytes(facts: Facts, root: int) -> int:
+    """The most that any op of a micro-step demands, if everything that can be freed is."""
+    start, end = next((a, b) for a, b in facts.spans if a <= facts.graph.calls[root].start < b)
+    return _FixedBytes(facts, _read_records(facts, root)).highest(range(start, end))[1]
 
 
 def _event(

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from autoremat._replay import GATHER
 from autoremat._step_graph import BEFORE_STEP, SavedTensor, StepGraph
 
 _TIE_SHARE = 1e-5
@@ -33,10 +34,12 @@ class Facts:
         mutated_at: Ops that write a storage in place, by storage, in order.
         changes: Clock and storage of each in-place write in forward and backward to what is no parameter or buffer.
         readers_of: Ops that read each of these storages.
+        changed_reads: The same as pairs of op and storage, in order.
         during: Live bytes of the plain step while each op runs.
         between: Live bytes of the plain step just before each op, and at the end.
         spans: First and last clock of each micro-step, backward included.
         births: Birth and index of each storage, by birth.
+        gathers: Ops that gather a unit of a sharded step, in order.
         tie_cost: Cost of a moved byte, so small that it only tells apart what costs the same.
     """
 
@@ -47,10 +50,12 @@ class Facts:
     mutated_at: dict[int, list[int]]
     changes: tuple[tuple[int, int], ...]
     readers_of: dict[int, list[int]]
+    changed_reads: tuple[tuple[int, int], ...]
     during: Bytes
     between: Bytes
     spans: tuple[tuple[int, int], ...]
     births: tuple[tuple[int, int], ...]
+    gathers: tuple[int, ...]
     tie_cost: float
 
     def born_in(self, start: int, stop: int) -> list[int]:
@@ -75,14 +80,16 @@ class Facts:
         """Module calls and all calls below them."""
         return frozenset(c for call in calls for c in self.graph.subtree(call))
 
-    def changed_between(self, start: int, stop: int) -> set[int]:
-        """Storages, other than parameters and buffers, that an op of ``start <= index < stop`` writes in place."""
-        first, last = bisect_left(self.changes, (start, -1)), bisect_left(self.changes, (stop, -1))
-        return {storage for _, storage in self.changes[first:last]}
+    def reads_changed(self, start: int, stop: int) -> set[int]:
+        """Storages that an op of ``start <= index < stop`` reads and that some op writes in place, as in `changes`."""
+        first, last = bisect_left(self.changed_reads, (start, -1)), bisect_left(self.changed_reads, (stop, -1))
+        return {storage for _, storage in self.changed_reads[first:last]}
 
     def is_mutated(self, storage: int, start: int, stop: int) -> bool:
         """Whether a storage is written in place by an op of ``start <= index < stop``."""
-        return any(start <= index < stop for index in self.mutated_at.get(storage, ()))
+        found = self.mutated_at.get(storage, ())
+        first = bisect_left(found, start)
+        return first < len(found) and found[first] < stop
 
 
 def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
@@ -123,10 +130,12 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         mutated_at=dict(mutated_at),
         changes=changes,
         readers_of=readers_of,
+        changed_reads=tuple(sorted((op, s) for s, found in readers_of.items() for op in found)),
         during=during,
         between=between,
         spans=_micro_steps(graph),
         tie_cost=_TIE_SHARE * (sum(op_cost) or 1.0) / max(1, sum(op.moved_bytes for op in graph.ops)),
+        gathers=tuple(op.index for op in graph.ops if op.name == GATHER),
         births=tuple(sorted((storage.born, storage.index) for storage in graph.storages)),
     )
 

@@ -21,7 +21,7 @@ from autoremat.solve._bounds import Bound
 from autoremat.solve._classic import CLASSIC_NAMES, classic_regions
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._options import RegionCost
-from autoremat.solve._problem import build_problem, cost_of
+from autoremat.solve._problem import build_problem, costs_of
 from autoremat.solve._segments import is_possible
 from autoremat.solve._table import Table
 
@@ -121,12 +121,19 @@ class Planner:
         """Smallest budget that can be met, bytes."""
         return self._smallest.peak_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """No schedule of the same ops in the same order has a smaller peak, bytes: proved."""
+        return self._bound.least_bytes
+
+    def bound(self, budget_bytes: int) -> float:
+        """Least cost of any schedule within a budget (see `Solution.bound`)."""
+        return self._bound.at(budget_bytes)
+
     def _priced(self, regions: tuple[RegionSpec, ...]) -> _Priced:
         if regions not in self._known:
-            cost = cost_of(self._facts, regions, self._op_cost, self._region_cost)
-            self._known[regions] = _Priced(
-                regions, cost, cost_of(self._facts, regions, self._moved), self._price(regions)
-            )
+            cost, moved = costs_of(self._facts, regions, (self._op_cost, self._moved), self._region_cost)
+            self._known[regions] = _Priced(regions, cost, moved, self._price(regions))
         return self._known[regions]
 
     def _solve(self, limit_bytes: int) -> _Priced | None:

@@ -67,12 +67,26 @@ def cost_of(
     facts: Facts, specs: Iterable[RegionSpec], op_cost: Sequence[float], region_cost: RegionCost | None = None
 ) -> float:
     """What recompute of regions costs, those inside included."""
-    total = 0.0
-    for spec in specs:
+    return costs_of(facts, specs, (op_cost,), region_cost)[0]
+
+
+def costs_of(
+    facts: Facts,
+    specs: Iterable[RegionSpec],
+    op_costs: Sequence[Sequence[float]],
+    region_cost: RegionCost | None = None,
+) -> list[float]:
+    """The same for several costs of ops at once; that of regions themselves is added to the first."""
+    totals = [0.0] * len(op_costs)
+    queue = list(specs)
+    while queue:
+        spec = queue.pop()
         work = replay(facts.graph, spec, facts.saved_in(*spec.calls))
-        total += sum(op_cost[index] for index in work.ops) + cost_of(facts, spec.children, op_cost, region_cost)
-        total += cost_around(spec.calls, work, region_cost)
-    return total
+        for position, op_cost in enumerate(op_costs):
+            totals[position] += sum(op_cost[index] for index in work.ops)
+        totals[0] += cost_around(spec.calls, work, region_cost)
+        queue += spec.children
+    return totals
 
 
 def moved(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> frozenset[int]:

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autoremat._replay import Extent, RegionSpec, gathers_units, held_inputs
+from autoremat._replay import Extent, RegionSpec, held_inputs
 from autoremat.solve._facts import Facts
 from autoremat.solve._units import Inner
 
@@ -223,14 +223,17 @@ def is_possible(facts: Facts, calls: Calls) -> bool:
     graph = facts.graph
     start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
     until = facts.first_unpack(*calls)
-    if until is None or until < end or gathers_units(graph, *calls):
+    gathers_units = bisect_left(facts.gathers, start) < bisect_left(facts.gathers, end)
+    if until is None or until < end or gathers_units:
         return False
     extent = Extent(graph, calls)
     held = held_inputs(graph, RegionSpec(calls[0], then=calls[1:])) if len(calls) > 1 else {}
     if any(graph.storages[s].born in extent for s in held):
         return False
-    suspects = {s for s in facts.changed_between(start, until) if graph.storages[s].born not in extent}
-    return not any(s in held or any(op in extent for op in facts.readers_of[s]) for s in suspects)
+    suspects = {s for s in held if s in facts.readers_of}
+    for ops in extent.ranges:
+        suspects |= {s for s in facts.reads_changed(ops.start, ops.stop) if graph.storages[s].born not in extent}
+    return not any(facts.is_mutated(s, start, until) for s in suspects)
 
 
 def _in_reverse_order(facts: Facts, groups: dict[Calls, tuple[Calls, ...]]) -> dict[Calls, tuple[Calls, ...]]:
