@@ -233,5 +233,7 @@ class _Demands:
         forward = (self.during[member.start : member.end] + changes).max(axis=1, initial=0) + held
         freed = np.array([option.freed_bytes for option in options]) - held
         recompute = self.between[member.at] - freed + np.array([option.recompute_bytes for option in options])
-        backward = np.maximum(recompute, self._highest(member.at, self.turns[step][candidate.start]))
+        # What runs before its recompute, and after what lies behind it, finds it dropped.
+        early = self._highest(self.turns[step][candidate.stop], member.at) - freed
+        backward = np.maximum(np.maximum(recompute, early), self._highest(member.at, self.turns[step][candidate.start]))
         return forward, backward, np.array([option.saved_bytes for option in options], np.int64) - held
