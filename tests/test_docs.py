@@ -14,7 +14,7 @@ from autoremat import get_target, preset_names
 from autoremat._cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/memory.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/memory.md", "docs/howto/watching.md"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -33,6 +33,12 @@ def test_the_example_in_the_readme_runs(tmp_path, monkeypatch):
 def test_the_example_about_memory_runs():
     (example,) = _blocks("docs/memory.md", "python")
     exec(compile(example, "docs/memory.md", "exec"), {})
+
+
+def test_the_example_about_watching_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (example,) = _blocks("docs/howto/watching.md", "python")
+    exec(compile(example, "docs/howto/watching.md", "exec"), {})
 
 
 def test_the_two_commands_are_in_the_readme():

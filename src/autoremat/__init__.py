@@ -27,6 +27,8 @@ if _TYPE_CHECKING:
     from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
     from autoremat._layer_map import LayerMap
     from autoremat._measure import measure
+    from autoremat._monitor import Monitor
+    from autoremat._monitor_results import GradientCheck, MonitorResults, StepRecord, ThroughputWarning
     from autoremat._plan import CallName, OpCall, Plan, Prediction, Region, SavedOutput, plan_schema
     from autoremat._presets import build_preset, preset_names
     from autoremat._reasons import Floor, FloorPart, OtherBudget, Reasons, RegionReason
@@ -65,6 +67,8 @@ _HOMES = {
     "_frontier": ("Frontier", "FrontierPoint", "NamedPoint"),
     "_layer_map": ("LayerMap",),
     "_measure": ("measure",),
+    "_monitor": ("Monitor",),
+    "_monitor_results": ("GradientCheck", "MonitorResults", "StepRecord", "ThroughputWarning"),
     "_plan": ("CallName", "OpCall", "Plan", "Prediction", "Region", "SavedOutput", "plan_schema"),
     "_presets": ("build_preset", "preset_names"),
     "_reasons": ("Floor", "FloorPart", "OtherBudget", "Reasons", "RegionReason"),
@@ -96,9 +100,12 @@ __all__ = [
     "FloorPart",
     "Frontier",
     "FrontierPoint",
+    "GradientCheck",
     "LayerMap",
     "LossError",
     "MemoryProfile",
+    "Monitor",
+    "MonitorResults",
     "NamedPoint",
     "OpCall",
     "OtherBudget",
@@ -115,7 +122,9 @@ __all__ = [
     "SavedOutput",
     "Sharding",
     "StepGraph",
+    "StepRecord",
     "Target",
+    "ThroughputWarning",
     "TraceError",
     "UsageError",
     "UsageReport",

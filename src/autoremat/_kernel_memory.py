@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from autoremat._memory_meter import make_way
 from autoremat._random import preserved_random_state
 
 MAX_BYTES = 64 * 2**20
@@ -130,6 +131,7 @@ def record_allocations(function: Callable[[], Any]) -> tuple[Any, Iterable[int]]
     Returns:
         What it returned, and the changes in order.
     """
+    make_way()
     profiler: Any = torch.autograd
     options = torch._C._profiler._ExperimentalConfig()
     profiler._enable_profiler_legacy(

@@ -10,6 +10,7 @@ neither judge says what it was.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 import warnings
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from autoremat._errors import TraceError, UsageError
 from autoremat._fake import is_fake
+from autoremat._memory_meter import make_way, unique_bytes
 from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory
 from autoremat._plan import Plan
 from autoremat._results import MeasuredStep, UsageReport
@@ -213,12 +215,6 @@ def _other_bytes(step: _Step) -> int:
     return torch.cuda.memory_allocated(step.device) - unique_bytes(step.static_tensors())
 
 
-def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, once per storage."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def _peak(step: _Step, times: list[float]) -> MeasuredStep:
     static = unique_bytes(step.static_tensors())
     curve_s: list[float] = [0.0]
@@ -256,6 +252,8 @@ def record_memory(function: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[fl
         What it returned, and every allocation (positive) and release (negative) of CPU tensors: seconds since the
         start, bytes.
     """
+    make_way()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports to stderr otherwise ("USDT: ...")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -24,11 +24,13 @@ class ModelState:
 
     Args:
         model: Any module.
+        parameters: False leaves the values of parameters out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
         self._model = model
-        self._tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+        tensors = (*model.parameters(), *model.buffers()) if parameters else model.buffers()
+        self._tensors = [(t, t.detach().clone()) for t in tensors]
         self._gradients = [(p, p.grad) for p in model.parameters()]
         self._buffers = [(m, dict(m._buffers)) for m in model.modules()]
         self._attributes = [(m, _plain_attributes(m)) for m in model.modules()]

@@ -10,6 +10,7 @@ plain. Compiled code goes to `_compiled`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 import weakref
@@ -133,6 +134,8 @@ class _Attached:
 
 _REGIONS: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
+_OFF: list[None] = []
+"""Not empty while every region runs plain: `regions_off`."""
 
 
 def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
@@ -144,7 +147,7 @@ def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if attached is None:
         return None
     levels = attached.next_levels()  # calls without gradients count, too
-    if not levels or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
+    if not levels or _OFF or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
         return None
     if not attached.is_innermost(module):
         return None
@@ -265,6 +268,23 @@ def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
         root.forward_index += 1
         if active_regions():
             abandon_stale_regions()
+
+
+@contextlib.contextmanager
+def regions_off() -> Iterator[None]:
+    """Forwards that start inside run plain; what has run before still recomputes in its backward."""
+    _OFF.append(None)
+    try:
+        yield
+    finally:
+        _OFF.pop()
+
+
+def plan_on(model: nn.Module) -> Plan | None:
+    """The plan that is on a model or on a module of it; None without one."""
+    if not _ROOTS:
+        return None
+    return next((_ROOTS[module].plan for module in model.modules() if module in _ROOTS), None)
 
 
 def attached_regions(model: nn.Module) -> Iterator[tuple[Region, Recipe]]:

@@ -31,6 +31,7 @@ from autoremat._errors import RecomputeError
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import RandomStates, flags_set, random_set
 from autoremat.runtime._checksum import checksum
+from autoremat.runtime._clock import timed_recompute
 from autoremat.runtime._holder import Holder
 from autoremat.runtime._hooks import HookLog, Repeats, Swap, hook_dicts, next_hook, take_back_hooks
 from autoremat.runtime._links import Returned, relinked, tensors_in
@@ -138,7 +139,8 @@ class Frame:
                     f"{self.recipe.name}: the region around it did not run it in recompute. The outer module's forward "
                     "took another path; take one of the two out of the plan."
                 )
-            Replay(self).run()
+            with timed_recompute():
+                Replay(self).run()
             self.recipe.learned.is_checked = True
             self.is_kept = compat.graph_is_kept()
             if self.is_kept:

@@ -1,0 +1,1 @@
+"""Where people train: callbacks for Transformers' Trainer and for Lightning. Each module needs its library."""

@@ -1,0 +1,7 @@
+"""Callbacks for Transformers' Trainer, and for trainers made from it."""
+
+from __future__ import annotations
+
+from autoremat.integrations._trainer_monitor import MonitorCallback
+
+__all__ = ["MonitorCallback"]
