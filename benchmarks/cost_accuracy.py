@@ -1,17 +1,24 @@
 """Predicted against measured step time on the machine at hand: plain and under three plans, six models.
 
-    python benchmarks/cost_accuracy.py [--threads 1] [--rounds 5] [--models gpt2,bert] [--json FILE] [--calibrate]
+    python benchmarks/cost_accuracy.py [--threads 1] [--rounds 5] [--models gpt2,bert] [--malloc keep] [--json FILE]
+                                       [--calibrate]
 
-Calibrates the machine if need be (or with --calibrate), predicts each step from the roofline and from measured
-ops, then runs it. The plain step and its plans run in turn, in an order that rotates; the median of a kind's rounds is
-its time, and its overhead is the median over rounds of its time over the plain step's of that round. With one thread
-times are CPU times of this process (pages that the kernel maps included), which other processes disturb little; with
-more, or on a GPU, they are wall times: leave the machine alone then. The load average is stored with the figures.
+Calibrates the machine if need be (or with --calibrate), then, model by model, runs the plain step, its plans and its
+single op calls in turn, in an order that rotates, and predicts each step from the roofline and from the calls. The
+lower quartile of a kind's rounds is its time, as it is a call's; its overhead is the median over rounds of its time
+over the plain step's of that round. With one thread times are CPU times of this process (pages that the kernel maps
+included), which other processes disturb little; with more, or on a GPU, they are wall times: leave the machine alone
+then. The load average is stored with the figures.
+
+The C library is told to keep the memory that is freed (--malloc keep), as a GPU's allocator does: by default whether a
+large tensor pays for fresh pages depends on the history of the process, and a plain step that gives hundreds of MiB
+back to the system pays for them again where the next planned step does not. --malloc default leaves it alone.
 
 Bars: median error at most 8 % from the roofline, 3 % from measured ops; overhead within 2 points.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -24,15 +31,30 @@ from rich.console import Console
 from rich.table import Table
 
 import autoremat as ar
-from autoremat._bench import Bench
+from autoremat._bench import Bench, low_quartile
+from autoremat._build_graph import trace
+from autoremat._cost import RegionCost
+from autoremat._measure_ops import CallLog, CallTimes, grouped
 from autoremat._model_states import States
 from autoremat._planning import find_target
+from autoremat._regions import resolve
 from autoremat._step import run_step
 
 SHARES = (0.7, 0.45, 0.25)
 """Budgets: static bytes and this share of what the plain step peaks above them."""
 BARS = {"roofline": 0.08, "measured": 0.03}
 OVERHEAD_BAR = 0.02
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt(3)."""
+
+
+def keep_freed_memory():
+    """Tell glibc to serve all sizes from its heap, and to give nothing of it back."""
+    library = ctypes.CDLL(None)
+    if not (library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)):
+        raise SystemExit("mallopt failed: this is not glibc; use --malloc default")
 
 
 def _tokens(vocabulary, batch, length):
@@ -104,41 +126,40 @@ def run_model(name, bench, rounds):
     model.to(bench.device).train()
     batch = {key: value.to(bench.device) for key, value in batch.items()}
     target = find_target(None, "here")
-    measured = ar.trace(model, batch, target="here", cost="measured")
-    graphs = {"roofline": dataclasses.replace(measured, measured_s=()), "measured": measured}
-    plain, static = ar.profile(measured).peak_bytes, measured.static_bytes
-    smallest = ar.frontier(graphs["roofline"], num_points=2, target=target).smallest_bytes
+    log = CallLog()
+    graph = trace(model, batch, device_kind=bench.device.type, on_op=log)
+    plain, static = ar.profile(graph).peak_bytes, graph.static_bytes
+    smallest = ar.frontier(graph, num_points=2, target=target).smallest_bytes
     budgets = [max(smallest, static + int(share * (plain - static))) for share in SHARES]
-    plans = {
-        cost: [ar.plan(graph, budget=budget, target=target) for budget in budgets] for cost, graph in graphs.items()
-    }
-    kinds = [None, *plans["roofline"]]
-    taken = _run(model, batch, kinds, bench, rounds)
+    kinds = [None, *(ar.plan(graph, budget=budget, target=target) for budget in budgets)]
+    times = [CallTimes(group, bench) for group in grouped(log.calls)]
+    taken = _run(model, batch, kinds, bench, rounds, times)
+    known = {key: seconds for group in times for key, seconds in group.seconds().items()}
+    measured = dataclasses.replace(graph, measured_s=tuple(known[key] for key in log.keys))
+    graphs = {"roofline": graph, "measured": measured}
     rows = []
     for number, kind in enumerate(kinds):
         share = "plain" if kind is None else f"{SHARES[number - 1]:.2f}"
-        row = {"model": name, "plan": share, "run_s": statistics.median(taken[number])}
+        row = {"model": name, "plan": share, "run_s": low_quartile(taken[number])}
         ratios = [own / base for own, base in zip(taken[number], taken[0], strict=True)]
         row["run_overhead"] = statistics.median(ratios) - 1
-        for cost, graph in graphs.items():
-            predicted = _predict(graph, kind, target)
+        row["rounds_s"] = taken[number]
+        for cost, step in graphs.items():
+            predicted = _predict(step, kind, target)
             row[f"{cost}_s"] = predicted
-            row[f"{cost}_overhead"] = predicted / _predict(graph, None, target) - 1
+            row[f"{cost}_overhead"] = predicted / _predict(step, None, target) - 1
         rows.append(row)
     return rows
 
 
 def _predict(graph, plan, target):
     """Seconds of the step under a plan (made from whichever prediction)."""
-    from autoremat._cost import RegionCost
-    from autoremat._regions import resolve
-
     specs = [] if plan is None else resolve(graph, plan)
     return ar.profile(graph, plan, target=target).step_s + RegionCost(graph, target).total(specs)
 
 
-def _run(model, batch, kinds, bench, rounds):
-    """CPU or wall seconds of each kind in each round; the first round warms up."""
+def _run(model, batch, kinds, bench, rounds, times):
+    """CPU or wall seconds of each kind in each round, and rounds of single calls between them; the first warms up."""
     states = States(torch.optim.AdamW(model.parameters(), foreach=bench.device.type == "cuda"))
     taken = [[] for _ in kinds]
     for number in range(rounds + 1):
@@ -153,6 +174,9 @@ def _run(model, batch, kinds, bench, rounds):
                 applied.remove()
             if number:
                 taken[i].append(seconds)
+            if number and i % 2:  # two rounds of single calls among four steps
+                for group in times:
+                    group.round()
     return taken
 
 
@@ -201,7 +225,10 @@ def main():
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calibrate", action="store_true", help="measure the machine again")
+    parser.add_argument("--malloc", choices=("keep", "default"), default="keep")
     options = parser.parse_args()
+    if options.malloc == "keep":
+        keep_freed_memory()
     torch.set_num_threads(options.threads)
     if options.calibrate or find_target(None, "here").calibration is None:
         ar.calibrate(progress=lambda label, _: print(f"calibrating: {label}", flush=True))
@@ -219,11 +246,13 @@ def main():
         print(f"{name}: median {value['median']:.1%}, largest {value['largest']:.1%} (bar {value['bar']:.0%})")
     machine = f"{calibration.device}, {options.threads} threads, {platform.system()}, torch {torch.__version__}"
     clock = "CPU time of the process" if options.threads == 1 and bench.device.type == "cpu" else "wall time"
-    print(f"{machine}; {clock}; load average {min(load):.1f} to {max(load):.1f} on {os.cpu_count()} cores")
+    loads = f"load average {min(load):.1f} to {max(load):.1f} on {os.cpu_count()} cores"
+    print(f"{machine}; {clock}; malloc: {options.malloc}; {loads}")
     if options.json:
         result = {
             "machine": machine,
             "clock": clock,
+            "malloc": options.malloc,
             "load_average": [min(load), max(load)],
             "calibration_error": calibration.error,
             "summary": found,

@@ -1,6 +1,8 @@
 """What ops and regions cost: described, calibrated, measured."""
 
 import dataclasses
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from torch import nn
 import autoremat as ar
 import synthetic
 from autoremat import UsageError, get_target
+from autoremat._bench import Bench, Turns
 from autoremat._calibrate import calibrate
 from autoremat._calibration import find_calibration, interpolate
 from autoremat._cost import RegionCost, launch_bound_share, op_seconds, relative_error, step_seconds
+from autoremat._measure_ops import CallLog, CallTimes, grouped, times_path
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import Op
 from autoremat._targets import this_machine
@@ -162,7 +166,7 @@ def test_the_range_is_wide_where_nothing_was_measured():
 
 @pytest.fixture(scope="module")
 def machine():
-    return calibrate(dtypes=("float32",), call_s=0.0, save=False)
+    return calibrate(dtypes=("float32",), rounds=1, save=False)
 
 
 def test_calibrating_measures_this_machine(machine):
@@ -187,6 +191,8 @@ def test_calibrate_refuses_what_is_not_there():
         calibrate(dtypes=("float32", "float33"))
     with pytest.raises(UsageError, match="'cpu'"):
         calibrate(device="tpu")
+    with pytest.raises(UsageError, match="rounds=0"):
+        calibrate(rounds=0)
 
 
 def test_measuring_ops_times_every_kernel_of_the_step(machine):
@@ -201,6 +207,61 @@ def test_measuring_ops_times_every_kernel_of_the_step(machine):
     assert step_seconds(graph, target) != step_seconds(dataclasses.replace(graph, measured_s=()), target)
     plan = ar.plan(graph, budget="1GiB", target="here")
     assert plan.plain.seconds == pytest.approx(sum(step_seconds(graph, target)))
+
+
+def test_calls_take_turns_and_keep_what_they_made_until_the_next(monkeypatch):
+    order, alive = [], []
+
+    class Made:
+        pass
+
+    def call(name):
+        made = Made()
+        order.append(name)
+        alive.append(weakref.ref(made))
+        return made
+
+    bench = Bench(torch.device("cpu"), rounds=2)
+    taken = bench.calls_s([partial(call, "a"), partial(call, "b")])
+    assert order == ["a", "b"] * 3, "once to warm up, then in turns"
+    assert len(taken) == 2
+    turns = Turns(bench, [partial(call, "c")])
+    for _ in range(2):
+        turns.round()
+    assert [ref() is not None for ref in alive[-3:]] == [False, False, True]
+    ticks = iter([0.0, 5.0, 5.0, 6.0, 6.0, 8.0, 8.0, 17.0, 17.0, 20.0])
+    monkeypatch.setattr(Bench, "clock", lambda self: next(ticks))
+    timed = Turns(bench, [lambda: None])
+    for _ in range(5):
+        timed.round()
+    assert timed.seconds() == [2.0], "of 5, 1, 2, 9 and 3 seconds"
+
+
+def test_calls_that_fail_alone_have_no_time_and_groups_are_bounded(monkeypatch):
+    log = CallLog()
+    x = torch.ones(4, 4)
+    log(torch.ops.aten.mm.default, (x, x), {})
+    log(torch.ops.aten.mm.default, (x, torch.ones(3)), {})
+    log(torch.ops.aten.add.Tensor, (x, x), {})
+    bench = Bench(torch.device("cpu"), rounds=1)
+    times = CallTimes(log.calls, bench)
+    times.round()
+    assert [seconds is None for seconds in times.seconds().values()] == [False, True, False]
+    assert list(times.seconds()) == list(log.calls)
+    monkeypatch.setattr("autoremat._measure_ops.GROUP_BYTES", 210)
+    assert [len(group) for group in grouped(log.calls)] == [2, 1]
+
+
+def test_calibrating_again_forgets_the_times_of_single_calls(machine, monkeypatch):
+    monkeypatch.setattr("autoremat._calibrate._measure", lambda *_: machine)
+    path = times_path(machine)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    calibrate(save=False)
+    assert path.exists()
+    calibrate()
+    assert not path.exists()
+    assert find_calibration() == machine
 
 
 def test_measuring_ops_needs_a_calibrated_machine():

@@ -1,4 +1,9 @@
-"""Times calls on a device: the fastest of many, with inputs that rotate.
+"""Times calls on a device: each kind in turn, as in a step, so that a call finds the caches as others leave them.
+
+One call repeated finds its code, its buffers and its inputs where it left them: convolutions and matrix products were a
+tenth faster so than in a step. So calls take turns, and each keeps what it returned until its next turn: memory is new
+then, as for a tensor that is saved. The lower quartile of a call's times is what it takes: not the fastest, which no
+step is made of, and little moved by what other processes do now and then.
 
 With one CPU thread the clock is the CPU time of this process: what other processes do to a shared machine then counts
 only as far as they take caches and memory bandwidth. Otherwise it is the wall clock.
@@ -7,14 +12,14 @@ only as far as they take caches and memory bandwidth. Otherwise it is the wall c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-CALL_S = 0.05
-MIN_CALLS = 5
+ROUNDS = 9
+"""How often each call has its turn."""
 
 
 @dataclass(slots=True)
@@ -23,12 +28,12 @@ class Bench:
 
     Attributes:
         device: Where the calls run.
-        call_s: How long one kind of call is repeated, seconds; at least `MIN_CALLS` times.
-        launch_s: What any call takes by itself, seconds; `kernel_s` leaves it out.
+        rounds: How often each call has its turn.
+        launch_s: What any call takes by itself, seconds; `kernels_s` leaves it out.
     """
 
     device: torch.device
-    call_s: float = CALL_S
+    rounds: int = ROUNDS
     launch_s: float = 0.0
 
     def clock(self) -> float:
@@ -44,29 +49,61 @@ class Bench:
 
     def taken_s(self, call: Callable[[], object]) -> float:
         """Seconds that one call takes."""
-        self.sync()
-        start = self.clock()
-        kept = call()
-        self.sync()
-        taken = self.clock() - start
-        del kept  # after the clock: freeing a large tensor takes time too, in a step at another moment
-        return taken
+        return self._timed(call)[0]
 
-    def best_s(self, calls: list[Callable[[], object]]) -> float:
-        """The fastest call of those given, in turn, seconds."""
-        for call in calls:
-            call()
-        taken: list[float] = []
-        end = time.perf_counter() + self.call_s
-        while len(taken) < MIN_CALLS or time.perf_counter() < end:
-            taken.append(self.taken_s(calls[len(taken) % len(calls)]))
-        return min(taken)
+    def calls_s(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds that each call takes where they take turns."""
+        turns = Turns(self, calls)
+        for _ in range(self.rounds):
+            turns.round()
+        return turns.seconds()
 
-    def kernel_s(self, calls: list[Callable[[], object]]) -> float:
+    def kernels_s(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """The same, less what any call takes."""
-        best = self.best_s(calls)
-        return max(best - self.launch_s, 0.05 * best)
+        return [max(seconds - self.launch_s, 0.05 * seconds) for seconds in self.calls_s(calls)]
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normal random numbers on the device."""
         return torch.randn(*shape, device=self.device).to(dtype)
+
+    def _timed(self, call: Callable[[], object]) -> tuple[float, object]:
+        self.sync()
+        start = self.clock()
+        made = call()
+        self.sync()
+        return self.clock() - start, made
+
+
+class Turns:
+    """Calls that take turns, round by round. Making it runs each of them once.
+
+    Args:
+        bench: Of the device.
+        calls: What to time.
+    """
+
+    def __init__(self, bench: Bench, calls: Sequence[Callable[[], object]]) -> None:
+        self._bench, self._calls = bench, calls
+        self._kept = [call() for call in calls]
+        self._taken: list[list[float]] = [[] for _ in calls]
+
+    def round(self) -> None:
+        """One turn of each call."""
+        for number, call in enumerate(self._calls):
+            # what was kept is freed after the clock has stopped: in a step that is at another moment
+            seconds, self._kept[number] = self._bench._timed(call)
+            self._taken[number].append(seconds)
+
+    def seconds(self) -> list[float]:
+        """What each call takes, seconds."""
+        return [low_quartile(taken) for taken in self._taken]
+
+
+def low_quartile(values: Sequence[float]) -> float:
+    """The value that a quarter of the others lies below.
+
+    Example:
+        >>> low_quartile([5.0, 1.0, 2.0, 9.0, 3.0])
+        2.0
+    """
+    return sorted(values)[(len(values) - 1) // 4]

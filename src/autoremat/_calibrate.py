@@ -1,9 +1,9 @@
 """Measure the machine at hand: what `_calibration.Calibration` holds, in well under two minutes.
 
-Each figure is the fastest of repeated calls with inputs that rotate, so that neither other processes nor a warm cache
-decide it. What an op costs around its kernel comes from a step of a model so small that there is nothing else; what a
-region costs comes from the same step with regions. At the end a step of a middling transformer is predicted and run,
-and the relative error is kept with the figures.
+Calls of a kind take turns, so that none finds the caches as it left them itself (`_bench`). What an op costs around its
+kernel comes from a step of a model so small that there is nothing else; what a region costs comes from the same step
+with regions. At the end a step of a middling transformer is predicted and run, and the relative error is kept with the
+figures.
 
 Known limits: the time of a convolution is fitted to its FLOPs and the bytes that it moves, whatever its kernel's shape;
 an operator that is not in the table moves its bytes and computes nothing. The path for CUDA has not been run by this
@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import os
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_iter
 
-from autoremat._bench import CALL_S, Bench
+from autoremat._bench import ROUNDS, Bench, low_quartile
 from autoremat._build_graph import trace
 from autoremat._calibrate_ops import element_calls
 from autoremat._calibration import Calibration, Curve
 from autoremat._cost import step_seconds
 from autoremat._errors import UsageError
+from autoremat._measure_ops import times_path
 from autoremat._model_states import States
 from autoremat._plan import Plan
 from autoremat._random import preserved_random_state
@@ -43,8 +43,6 @@ from autoremat._targets import this_machine
 from autoremat.runtime import apply
 
 Progress = Callable[[str, float], None]
-NUM_SETS = 3
-"""Sets of inputs that rotate."""
 FAULT_FROM_BYTES = 32 * 2**20
 """DEFAULT_MMAP_THRESHOLD_MAX of glibc on 64 bit: blocks of this size are mapped anew each time (mallopt(3))."""
 _MATMUL_SIZES = (32, 64, 128, 256, 512, 1024, 2048)
@@ -62,14 +60,18 @@ _CONVOLUTION_SIZES = (
 """Channels in and out, height and width, kernel: those of a ResNet's four stages."""
 _CONVOLUTION_BATCH = 4
 _TRAFFIC_BYTES = tuple(3 * 2**power for power in (14, 17, 20, 22, 24, 26))
+_TRAFFIC_COLD_BYTES, _MAX_SETS = 24 * 2**20, 64
+"""Small sums go through about so much memory in a round, so that none finds its inputs in a near cache."""
 _STEPS = 7
+_TURNS = 5
+_TINY_CALLS = 100
 
 
 def calibrate(
     *,
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     device: str | None = None,
-    call_s: float = CALL_S,
+    rounds: int = ROUNDS,
     save: bool = True,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -78,7 +80,7 @@ def calibrate(
     Args:
         dtypes: Dtypes to measure; "float32" must be among them.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
-        call_s: How long each kind of call is repeated, seconds; less is quicker and less exact.
+        rounds: How often each kind of call is made; fewer are quicker and less exact.
         save: Keep the result in the cache directory, where `get_target` finds it.
         progress: Called with a label and a fraction done.
 
@@ -86,7 +88,7 @@ def calibrate(
         The figures, with the relative error of a step that was predicted from them and run.
 
     Raises:
-        UsageError: For a device that is not there, or dtypes without float32.
+        UsageError: For a device that is not there, dtypes without float32, or rounds below one.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -94,11 +96,14 @@ def calibrate(
     unknown = [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]
     if "float32" not in dtypes or unknown:
         raise UsageError(f"dtypes={dtypes!r}: give names of torch dtypes, float32 among them.")
+    if rounds < 1:
+        raise UsageError(f"rounds={rounds}: each call is made at least once.")
     with preserved_random_state():
-        bench = Bench(torch.device(device), call_s=call_s)
+        bench = Bench(torch.device(device), rounds)
         found = _measure(bench, dtypes, progress or (lambda label, fraction: None))
     if save:
         found.save()
+        times_path(found).unlink(missing_ok=True)  # single calls were timed on the machine as it was before
     return found
 
 
@@ -107,7 +112,7 @@ def _measure(bench: Bench, dtypes: tuple[str, ...], report: Progress) -> Calibra
     with torch.no_grad():
         report("calling ops", 0.0)
         tiny = bench.randn(4)
-        bench.launch_s = bench.best_s([lambda: tiny + tiny])
+        bench.launch_s = low_quartile(bench.calls_s([lambda: tiny + tiny] * _TINY_CALLS))
         report("matrix products", 0.1)
         rates = {"matmul": {name: _matmul(bench, dtype) for name, dtype in names.items()}}
     report("attention and convolutions", 0.3)
@@ -121,7 +126,7 @@ def _measure(bench: Bench, dtypes: tuple[str, ...], report: Progress) -> Calibra
     }
     with torch.no_grad():
         report("memory", 0.5)
-        traffic = tuple((float(size), _traffic(bench, size)) for size in _TRAFFIC_BYTES)
+        traffic = _traffic(bench)
         fault = _fault_s_per_byte(bench, traffic[-1][1])
         report("elementwise ops", 0.6)
         elements = _elements(bench, names)
@@ -151,49 +156,57 @@ def _measure(bench: Bench, dtypes: tuple[str, ...], report: Progress) -> Calibra
 
 
 def _matmul(bench: Bench, dtype: torch.dtype) -> Curve:
-    curve = []
+    """Rates of a linear layer's three products (output, gradient of input, gradient of weight) over their FLOPs."""
+    calls: list[Callable[[], Tensor]] = []
     for n in _MATMUL_SIZES:
-        pairs = [(bench.randn(n, n, dtype=dtype), bench.randn(n, n, dtype=dtype)) for _ in range(NUM_SETS)]
-        curve.append((2.0 * n**3, 2 * n**3 / bench.kernel_s([partial(torch.mm, a, b.t()) for a, b in pairs])))
-    return tuple(curve)
+        x, y = bench.randn(2 * n, n // 2, dtype=dtype), bench.randn(2 * n, n, dtype=dtype)
+        weight = bench.randn(n, n // 2, dtype=dtype)
+        calls += [partial(torch.mm, a, b) for a, b in ((x, weight.t()), (y, weight), (y.t(), x))]
+    taken = bench.kernels_s(calls)
+    return tuple((2.0 * n**3, 6 * n**3 / sum(taken[3 * i : 3 * i + 3])) for i, n in enumerate(_MATMUL_SIZES))
 
 
 def _both(
-    bench: Bench, forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: float, backward_ratio: float
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(FLOPs, rate) of a function's forward and of its backward."""
+    bench: Bench, forwards: Sequence[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
+) -> tuple[list[float], list[float]]:
+    """Seconds of functions' forwards and of their backwards."""
     with torch.no_grad():
-        forward_s = bench.kernel_s([lambda: forward(*inputs)])
-    out = forward(*inputs)
-    gradient = torch.ones_like(out)
-    backward_s = bench.kernel_s([lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)])
-    back = backward_ratio * flops
-    return (flops, flops / forward_s), (back, back / backward_s)
+        forward_s = bench.kernels_s([partial(forward, *inputs) for forward, inputs in forwards])
+    backwards = []
+    for forward, inputs in forwards:
+        out = forward(*inputs)
+        backwards.append(partial(torch.autograd.grad, out, inputs, torch.ones_like(out), retain_graph=True))
+    return forward_s, bench.kernels_s(backwards)
 
 
 def _attention(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
-    points = []
+    forwards, flops = [], []
     for batch, heads, length, width in _ATTENTION_SIZES:
         shape = (batch, heads, length, width)
         inputs = tuple(bench.randn(*shape, dtype=dtype).requires_grad_() for _ in range(3))
-        flops = 4.0 * batch * heads * length * length * width
-        points.append(_both(bench, F.scaled_dot_product_attention, inputs, flops, 2.5))
-    return _curves(points)
+        forwards.append((F.scaled_dot_product_attention, inputs))
+        flops.append(4.0 * batch * heads * length * length * width)
+    forward_s, backward_s = _both(bench, forwards)
+    forward = ((work, work / s) for work, s in zip(flops, forward_s, strict=True))
+    backward = ((2.5 * work, 2.5 * work / s) for work, s in zip(flops, backward_s, strict=True))
+    return tuple(sorted(forward)), tuple(sorted(backward))
 
 
 def _convolutions(bench: Bench, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds for a FLOP and for a byte moved, of convolutions and of their backward: least squares of ratios."""
-    rows: tuple[list[tuple[float, float, float]], ...] = ([], [])
+    forwards, work = [], []
     for channels, out_channels, size, kernel in _CONVOLUTION_SIZES:
         image = bench.randn(_CONVOLUTION_BATCH, channels, size, size, dtype=dtype).requires_grad_()
         weight = bench.randn(out_channels, channels, kernel, kernel, dtype=dtype).requires_grad_()
+        forwards.append((partial(F.conv2d, padding=kernel // 2), (image, weight)))
         flops = 2.0 * weight.numel() * _CONVOLUTION_BATCH * size**2
-        forward, backward = _both(bench, partial(F.conv2d, padding=kernel // 2), (image, weight), flops, 2.0)
         out_bytes = _CONVOLUTION_BATCH * out_channels * size**2 * image.element_size()
-        moved = (image.nbytes + weight.nbytes + out_bytes, 2 * (image.nbytes + weight.nbytes) + out_bytes)
-        for found, (done, rate), num_bytes in zip(rows, (forward, backward), moved, strict=True):
-            found.append((done, num_bytes, done / rate))
-    return _fit(rows[0]), _fit(rows[1])
+        work.append((flops, image.nbytes + weight.nbytes, out_bytes))
+    forward_s, backward_s = _both(bench, forwards)
+    return (
+        _fit([(flops, read + out, s) for (flops, read, out), s in zip(work, forward_s, strict=True)]),
+        _fit([(2 * flops, 2 * read + out, s) for (flops, read, out), s in zip(work, backward_s, strict=True)]),
+    )
 
 
 def _fit(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
@@ -207,15 +220,18 @@ def _fit(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
     return float(both[0]), float(both[1])
 
 
-def _curves(points: list[tuple[tuple[float, float], tuple[float, float]]]) -> tuple[Curve, Curve]:
-    return tuple(sorted(f for f, _ in points)), tuple(sorted(b for _, b in points))
-
-
-def _traffic(bench: Bench, num_bytes: int) -> float:
-    """Seconds for each byte of a sum into a tensor that is there already."""
-    count = num_bytes // 12
-    sets = [[bench.randn(count) for _ in range(3)] for _ in range(NUM_SETS if num_bytes < 2**26 else 1)]
-    return bench.kernel_s([partial(torch.add, x, y, out=out) for x, y, out in sets]) / num_bytes
+def _traffic(bench: Bench) -> Curve:
+    """Seconds for each byte of a sum into a tensor that is there already, over the bytes that it moves."""
+    calls, sizes = [], []
+    for num_bytes in _TRAFFIC_BYTES:
+        for _ in range(max(1, min(_MAX_SETS, _TRAFFIC_COLD_BYTES // num_bytes))):
+            x, y, out = (bench.randn(num_bytes // 12) for _ in range(3))
+            calls.append(partial(torch.add, x, y, out=out))
+            sizes.append(num_bytes)
+    taken: dict[int, list[float]] = {}
+    for size, seconds in zip(sizes, bench.kernels_s(calls), strict=True):
+        taken.setdefault(size, []).append(seconds)
+    return tuple((float(size), low_quartile(seconds) / size) for size, seconds in taken.items())
 
 
 def _fault_s_per_byte(bench: Bench, traffic_s_per_byte: float) -> float:
@@ -224,23 +240,24 @@ def _fault_s_per_byte(bench: Bench, traffic_s_per_byte: float) -> float:
         return 0.0
     num_bytes = 2 * FAULT_FROM_BYTES
     x = bench.randn(num_bytes // 4)
-    taken = bench.best_s([partial(torch.neg, x)])
+    taken = bench.calls_s([partial(torch.neg, x)])[0]
     return max(0.0, taken / num_bytes - 2 * traffic_s_per_byte)
 
 
 def _elements(bench: Bench, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    calls, moved = [], []
     for name, dtype in dtypes.items():
-        sets = [element_calls(bench.randn, dtype) for _ in range(NUM_SETS)]
-        for calls in zip(*sets, strict=True):
-            operator, arguments = calls[0].operator, calls[0].arguments
+        for call in element_calls(bench.randn, dtype):
             try:
-                out = operator(*arguments)
+                out = call.operator(*call.arguments)
             except (NotImplementedError, RuntimeError):
                 continue  # no kernel for this dtype here: the op keeps float32's time
-            moved = sum(x.nbytes for x in tree_iter((arguments, out)) if isinstance(x, Tensor))
-            seconds = bench.kernel_s([partial(call.operator, *call.arguments) for call in calls])
-            found.setdefault(str(operator), {})[name] = seconds / moved
+            num_bytes = sum(x.nbytes for x in tree_iter((call.arguments, out)) if isinstance(x, Tensor))
+            calls.append(partial(call.operator, *call.arguments))
+            moved.append((str(call.operator), name, num_bytes))
+    found: dict[str, dict[str, float]] = {}
+    for (operator, dtype_name, num_bytes), seconds in zip(moved, bench.kernels_s(calls), strict=True):
+        found.setdefault(operator, {})[dtype_name] = seconds / num_bytes
     return found
 
 
@@ -266,16 +283,20 @@ def _around_ops(bench: Bench) -> tuple[dict[str, float], float, float]:
     graph = trace(model, batch, loss=_square, optimizer="adamw", device_kind=bench.device.type)
     counts = {phase: sum(op.phase == phase for op in graph.ops) for phase in ("forward", "backward", "optimizer")}
     optimizer = torch.optim.AdamW(model.parameters(), foreach=bench.device.type == "cuda")
-    phases = [_phases(bench, model, batch, optimizer) for _ in range(5 * _STEPS)][1:]
-    fastest = [min(taken) for taken in zip(*phases, strict=True)]
-    op_s = {phase: seconds / counts[phase] for phase, seconds in zip(counts, fastest, strict=True)}
+    phases = [_phases(bench, model, batch, optimizer) for _ in range(_TURNS * _STEPS)][1:]
+    usual = [low_quartile(taken) for taken in zip(*phases, strict=True)]
+    op_s = {phase: seconds / counts[phase] for phase, seconds in zip(counts, usual, strict=True)}
     blocks = [call for call in graph.calls if call.parent == 0]
     plain = [RegionSpec(call=call.index) for call in blocks]
     watched = [RegionSpec(call=c.index, kept=frozenset({_first_output(graph, c.start, c.end)})) for c in blocks]
-    step_s = {}
-    for kind, specs in (("none", []), ("plain", plain), ("watched", watched)):
-        with apply(model, Plan(describe_all(graph, specs)), check="never") if specs else contextlib.nullcontext():
-            step_s[kind] = min(sum(_phases(bench, model, batch, optimizer)[:2]) for _ in range(5 * _STEPS))
+    kinds = {"none": [], "plain": plain, "watched": watched}
+    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(_TURNS):
+        for kind, specs in kinds.items():
+            with apply(model, Plan(describe_all(graph, specs)), check="never") if specs else contextlib.nullcontext():
+                steps = [sum(_phases(bench, model, batch, optimizer)[:2]) for _ in range(_STEPS)]
+            taken[kind] += steps[1:]
+    step_s = {kind: low_quartile(steps) for kind, steps in taken.items()}
     again_s = op_s["forward"] * counts["forward"]
     region_s = max(0.0, step_s["plain"] - step_s["none"] - again_s) / len(blocks)
     num_watched = sum(call.end - call.start for call in blocks)
@@ -321,7 +342,7 @@ def _with_error(found: Calibration, bench: Bench) -> Calibration:
     for _ in range(2 * _STEPS):
         taken.append(bench.taken_s(lambda: run_step(model, batch, loss=_square, states=states)))
         optimizer.zero_grad(set_to_none=True)
-    measured = statistics.median(sorted(taken)[:_STEPS])
+    measured = low_quartile(taken)
     return _replace(found, error=abs(predicted / measured - 1))
 
 

@@ -1,7 +1,8 @@
 """Time every distinct op call of a traced step on the machine at hand: same operator, shapes, dtypes and strides.
 
-`CallLog` writes the calls down while a step is traced; `measure_calls` runs each of them on random numbers. Times are
-kept in a file beside the calibration's, so that the next trace finds them.
+`CallLog` writes the calls down while a step is traced; `CallTimes` runs them on random numbers, in turns in the order
+of the step, so that each finds the caches as others leave them. `measure_calls` keeps the times in a file beside the
+calibration's, so that the next trace finds them.
 
 Known limits: the values are random, except for integers that the trace had (labels, token ids), and zeros for other
 integers; an op whose time depends on values (sparse gradients, sorting) is timed for those. An op that fails on them,
@@ -25,15 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from autoremat._bench import Bench
+from autoremat._bench import Bench, Turns
 from autoremat._calibration import Calibration, calibration_path
 from autoremat._random import preserved_random_state
 
 Progress = Callable[[str, float], None]
-CALL_S = 0.02
-COLD_BYTES = 64 * 2**20
-"""Inputs of small calls rotate through about so much memory: in a step they are rarely in the nearest caches."""
-_MAX_SETS = 6
+GROUP_BYTES = 512 * 2**20
+"""Calls take turns in groups whose inputs need about so much memory."""
+_POOL_NUMBERS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class _Spec:
         """Elements of the storage that it reaches over."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if 0 not in self.shape else 0
 
-    def make(self, device: torch.device) -> Tensor:
+    def make(self, pool: Tensor) -> Tensor:
+        """A tensor with numbers from a pool of small positive ones."""
         if self.values is not None:
-            return self.values
+            return self.values.to(pool.device)
         count = max(1, self.extent)
-        if self.dtype.is_floating_point:
-            flat = (torch.randn(count, device=device).abs() * 0.1 + 0.01).to(self.dtype)
-        elif self.dtype == torch.bool:
-            flat = torch.rand(count, device=device) > 0.1
+        if self.dtype.is_floating_point or self.dtype == torch.bool:
+            numbers = pool.repeat(-(-count // len(pool)))[:count]
+            flat = numbers > pool.median() if self.dtype == torch.bool else numbers.to(self.dtype)
         else:
-            flat = torch.zeros(count, dtype=self.dtype, device=device)
+            flat = torch.zeros(count, dtype=self.dtype, device=pool.device)
         return flat.as_strided(self.shape, self.stride)
 
 
@@ -69,13 +69,14 @@ class _Call:
     arguments: Any
     keywords: Any
 
-    def bytes(self) -> int:
+    @property
+    def num_bytes(self) -> int:
         specs = (x for x in tree_iter((self.arguments, self.keywords)) if isinstance(x, _Spec))
         return sum(spec.extent * spec.dtype.itemsize for spec in specs)
 
-    def bind(self, device: torch.device) -> Callable[[], object]:
+    def bind(self, pool: Tensor) -> Callable[[], object]:
         def make(x: Any) -> Any:
-            return x.make(device) if isinstance(x, _Spec) else x
+            return x.make(pool) if isinstance(x, _Spec) else x
 
         return partial(self.operator, *tree_map(make, self.arguments), **tree_map(make, self.keywords))
 
@@ -114,28 +115,67 @@ def measure_calls(log: CallLog, calibration: Calibration, *, progress: Progress 
         calibration: Of the machine at hand; its file's neighbour keeps the times.
         progress: Called with a label and a fraction done.
     """
-    path = _times_path(calibration)
+    path = times_path(calibration)
     known: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    missing = [key for key in log.calls if key not in known]
-    bench = Bench(torch.device(calibration.device_kind), call_s=CALL_S)
-    with preserved_random_state(), torch.no_grad():
-        for number, key in enumerate(missing):
-            if progress is not None:
-                progress("timing ops", number / len(missing))
-            known[key] = _time(log.calls[key], bench)
+    missing = {key: call for key, call in log.calls.items() if key not in known}
+    bench = Bench(torch.device(calibration.device_kind))
+    for number, group in enumerate(groups := grouped(missing)):
+        if progress is not None:
+            progress("timing ops", number / len(groups))
+        times = CallTimes(group, bench)
+        for _ in range(bench.rounds):
+            times.round()
+        known |= times.seconds()
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(known, indent=0) + "\n", encoding="utf-8")
     return [known[key] for key in log.keys]
 
 
-def _time(call: _Call, bench: Bench) -> float | None:
-    num_sets = max(1, min(_MAX_SETS, COLD_BYTES // max(1, call.bytes())))
-    with contextlib.suppress(Exception):  # whatever a kernel has against random numbers: it keeps the roofline's time
-        return bench.best_s([call.bind(bench.device) for _ in range(num_sets)])
-    return None
+class CallTimes:
+    """Times of logged calls, taken round by round.
+
+    Args:
+        calls: By key, as in `CallLog.calls`; all their inputs are held at once.
+        bench: Of the machine at hand.
+    """
+
+    def __init__(self, calls: dict[str, _Call], bench: Bench) -> None:
+        bound: dict[str, Callable[[], object]] = {}
+        with preserved_random_state(), torch.no_grad():
+            pool = bench.randn(_POOL_NUMBERS).abs() * 0.1 + 0.01
+            for key, call in calls.items():
+                ready = call.bind(pool)
+                with contextlib.suppress(Exception):  # whatever a kernel has against these numbers
+                    ready()
+                    bound[key] = ready
+            self._turns = Turns(bench, list(bound.values()))
+        self._keys, self._all = tuple(bound), tuple(calls)
+
+    def round(self) -> None:
+        """One turn of each call."""
+        with preserved_random_state(), torch.no_grad():
+            self._turns.round()
+
+    def seconds(self) -> dict[str, float | None]:
+        """What each call takes by itself, by key; None where it does not run alone."""
+        return dict.fromkeys(self._all) | dict(zip(self._keys, self._turns.seconds(), strict=True))
 
 
-def _times_path(calibration: Calibration) -> Path:
+def grouped(calls: dict[str, _Call]) -> list[dict[str, _Call]]:
+    """The calls, in order, in groups of bounded inputs."""
+    groups: list[dict[str, _Call]] = []
+    room = 0
+    for key, call in calls.items():
+        if not groups or call.num_bytes > room:
+            groups.append({})
+            room = GROUP_BYTES
+        groups[-1][key] = call
+        room -= call.num_bytes
+    return groups
+
+
+def times_path(calibration: Calibration) -> Path:
+    """The file that keeps the times of calls on the machine of a calibration."""
     path = calibration_path(calibration)
     return path.with_name(path.name.replace("calibration-", f"ops-{torch.__version__}-"))
