@@ -154,6 +154,16 @@ def test_frontier_prints_a_table_and_writes_the_curve(run, models, tmp_path):
     assert curve["points"][0]["peak_bytes"] == curve["smallest_bytes"] < curve["plain_bytes"]
 
 
+def test_frontier_is_drawn_into_pictures(run, models, tmp_path):
+    output = tmp_path / "curve.svg"
+    code, _, err = run("frontier", f"{models}:chain", "--points", "4", "-o", str(output))
+    assert (code, err) == (0, "")
+    assert "every-block" in output.read_text()
+    code, _, err = run("frontier", f"{models}:chain", "--points", "4", "-o", str(tmp_path / "none" / "curve.png"))
+    assert code == 2
+    assert "Cannot write the picture" in err
+
+
 def test_frontier_prints_json_and_nothing_else(run, models):
     code, out, err = run("frontier", f"{models}:chain", "--points", "3", "--json", "--target", "rtx3090-24g")
     assert (code, err) == (0, "")

@@ -49,6 +49,7 @@ from autoremat._cli_support import (
     show_json,
     show_plan,
     shown_progress,
+    write_frontier,
     write_text,
 )
 from autoremat._errors import UsageError
@@ -176,11 +177,15 @@ def frontier(
     ema: EmaOption = False,
     ddp: DdpOption = False,
     shard: ShardOption = None,
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the curve here, as JSON.")] = None,  # noqa: UP045
+    output: Annotated[
+        Optional[Path],  # noqa: UP045 - as above
+        typer.Option("--output", "-o", help="Write the curve here: a .svg or .png picture, or else JSON."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Find the least slowdown for every budget, from the smallest possible peak to no checkpointing."""
     parallel = parallel_of(ddp=ddp, shard=shard)
+    is_picture = output is not None and output.suffix in (".svg", ".png")
     with shown_progress(quiet=json) as report:
         report(f"Building {model}", 0.0)
         built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
@@ -191,7 +196,7 @@ def frontier(
             built.batch,
             loss=built.loss,
             num_points=points,
-            classics=classic,
+            classics=classic or is_picture,
             progress=report,
             target=target,
             precision=autocast_of(precision),
@@ -203,7 +208,7 @@ def frontier(
             parallel=parallel,
         )
     if output is not None:
-        write_text(curve.to_json() + "\n", output, what="frontier")
+        write_frontier(curve, output)
     show(curve.to_json() if json else _tables.frontier_table(curve), json=json)
     if classic and not json:
         show(_tables.classics_table(curve), json=False)

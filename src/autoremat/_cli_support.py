@@ -19,6 +19,7 @@ from autoremat._units import format_bytes
 
 if TYPE_CHECKING:
     from autoremat._data_parallel import DataParallel
+    from autoremat._frontier import Frontier
     from autoremat._presets import Built
     from autoremat._reasons import Reasons
     from autoremat._sharding import Sharding
@@ -138,6 +139,20 @@ def write_text(text: str, output: Path, *, what: str) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"Cannot write the {what} to {output}: {error.strerror}.") from error
+
+
+def write_frontier(curve: Frontier, output: Path) -> None:
+    """Write a frontier as the picture or the JSON that the file's name says."""
+    from autoremat._frontier_figure import frontier_file
+
+    if output.suffix not in (".svg", ".png"):
+        write_text(curve.to_json() + "\n", output, what="frontier")
+        return
+    drawn = frontier_file(curve, kind="svg" if output.suffix == ".svg" else "png")
+    try:
+        output.write_bytes(drawn)
+    except OSError as error:
+        raise UsageError(f"Cannot write the picture to {output}: {error.strerror}.") from error
 
 
 def show_plan(made: Plan, *, json: bool, output: Path | None) -> None:

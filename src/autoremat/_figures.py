@@ -10,7 +10,7 @@ import html
 import importlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from autoremat._errors import UsageError
@@ -88,16 +88,29 @@ def memory_file(
     Raises:
         UsageError: If matplotlib is not installed.
     """
+
+    def draw(ink: dict[str, str]) -> Any:
+        figure = _draw_memory(profiles, budget_bytes, ink)
+        _draw_legend(figure, profiles, ink)
+        return figure
+
+    return picture(draw, label=_label(profiles), kind=kind)
+
+
+def picture(draw: Callable[[dict[str, str]], Any], *, label: str, kind: Literal["png", "svg"]) -> bytes:
+    """A picture as a file of its own.
+
+    Args:
+        draw: Makes the figure in these colours.
+        label: What it shows, for those who do not see it.
+        kind: "png" is light; "svg" follows the reader's system.
+    """
     if kind == "png":
-        figure = _draw_memory(profiles, budget_bytes, LIGHT)
-        _draw_legend(figure, profiles, LIGHT)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160, facecolor=LIGHT["page"], metadata={"Software": None})
+        draw(LIGHT).savefig(buffer, format="png", dpi=160, facecolor=LIGHT["page"], metadata={"Software": None})
         return buffer.getvalue()
-    figure = _draw_memory(profiles, budget_bytes, _PLACEHOLDERS)
-    _draw_legend(figure, profiles, _PLACEHOLDERS)
     style = f"<style>{css_variables()} svg {{ background: var(--page); font-family: sans-serif; }}</style>"
-    head, rest = _svg(figure, _label(profiles)).split(">", 1)
+    head, rest = _svg(draw(_PLACEHOLDERS), label).split(">", 1)
     size = f'width="{_WIDTH * 96:.0f}" height="{_HEIGHT * 96:.0f}"'
     return f'<?xml version="1.0" encoding="utf-8"?>\n{head} {size}>{style}{rest}'.encode()
 
@@ -107,7 +120,7 @@ def _label(profiles: Sequence[tuple[str, MemoryProfile]]) -> str:
 
 
 def _draw_memory(profiles: Sequence[tuple[str, MemoryProfile]], budget_bytes: int | None, ink: dict[str, str]) -> Any:
-    figure = _figure()
+    figure = new_figure()
     reserved = [profile.allocator.reserved_bytes for _, profile in profiles if profile.allocator is not None]
     top = max([profile.peak_bytes for _, profile in profiles] + reserved + ([budget_bytes] if budget_bytes else []))
     axes_row = figure.subplots(1, len(profiles), sharey=True, squeeze=False)[0]
@@ -116,11 +129,14 @@ def _draw_memory(profiles: Sequence[tuple[str, MemoryProfile]], budget_bytes: in
         _stack(axes, profile, scale, ink)
         _phases(axes, profile, top / scale, ink)
         axes.set_title(
-            f"{title}: peak {format_bytes(profile.peak_bytes)}", loc="left", pad=20, **_text(ink, "text", 11, bold=True)
+            f"{title}: peak {format_bytes(profile.peak_bytes)}",
+            loc="left",
+            pad=20,
+            **text_style(ink, "text", 11, bold=True),
         )
-        axes.set_xlabel("predicted time since the start of the step, s", **_text(ink, "muted", 9))
+        axes.set_xlabel("predicted time since the start of the step, s", **text_style(ink, "muted", 9))
         if axes is axes_row[0]:
-            axes.set_ylabel(f"allocated, {unit}", **_text(ink, "muted", 9))
+            axes.set_ylabel(f"allocated, {unit}", **text_style(ink, "muted", 9))
         if budget_bytes is not None:
             _line(axes, budget_bytes, scale, ink, role="budget", text=f"budget {format_bytes(budget_bytes)}")
         if profile.allocator is not None:
@@ -154,7 +170,8 @@ def _draw_legend(figure: Any, profiles: Sequence[tuple[str, MemoryProfile]], ink
     )
 
 
-def _figure() -> Any:
+def new_figure() -> Any:
+    """An empty figure, as wide as a page."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -162,7 +179,8 @@ def _figure() -> Any:
     return module.Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
 
 
-def _text(ink: dict[str, str], role: str, size: float, *, bold: bool = False) -> dict[str, Any]:
+def text_style(ink: dict[str, str], role: str, size: float, *, bold: bool = False) -> dict[str, Any]:
+    """How text looks, as keyword arguments."""
     return {"color": ink[role], "fontsize": size, "fontweight": "bold" if bold else "normal"}
 
 
@@ -205,7 +223,7 @@ def _phases(axes: Any, profile: MemoryProfile, top: float, ink: dict[str, str]) 
         if start > starts[0]:
             axes.axvline(start, color=ink["muted"], lw=0.8, ls=":")
         if end - start > 0.12 * span:
-            axes.text(start, 1.095 * top, name, ha="left", va="bottom", **_text(ink, "muted", 9))
+            axes.text(start, 1.095 * top, name, ha="left", va="bottom", **text_style(ink, "muted", 9))
 
 
 def _line(
@@ -222,7 +240,7 @@ def _line(
         textcoords="offset points",
         ha="right" if is_budget else "left",
         bbox={"facecolor": ink["page"], "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
-        **_text(ink, role, 9, bold=is_budget),
+        **text_style(ink, role, 9, bold=is_budget),
     )
 
 
