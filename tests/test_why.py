@@ -16,7 +16,7 @@ from autoremat._regions import resolve
 from autoremat._replay import RegionSpec
 from autoremat._schedule import Action
 from autoremat._targets import get_target
-from autoremat._why import floor, why
+from autoremat._why import why
 from machine import Machine
 from oracle import Checkmate
 from strategies import build_step, step_graphs
@@ -210,7 +210,7 @@ def test_the_floor_is_the_smallest_plan(built, curve):
 
 def kinds(model, batch, loss, **options):
     graph = ar.trace(model, batch, loss=loss, **options)
-    found = floor(Planning(graph, CPU, "flops"))
+    found = Planning(graph, CPU, "flops").floor()
     return {part.kind: part.num_bytes for part in found.parts}, found
 
 
@@ -223,6 +223,8 @@ def test_logits_are_named_with_their_share_of_activations():
     share = parts["loss"] / (found.smallest_bytes - parts["states"] - parts["inputs"])
     assert found.parts[0].kind == "loss"
     assert found.advice == f"The loss: {100 * share:.1f} % of activation bytes. Use a chunked loss."
+    with pytest.raises(ar.BudgetInfeasible, match=r"The loss: .* Use a chunked loss"):
+        ar.plan(Words(), torch.randn(NUM_TOKENS, 32), loss=cross_entropy, optimizer=None, budget=1)
 
 
 def test_what_else_can_dominate_is_named():

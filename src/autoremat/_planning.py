@@ -16,9 +16,11 @@ from torch import nn
 from autoremat._allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
 from autoremat._cost import RegionCost, relative_error, step_seconds
 from autoremat._errors import BudgetInfeasible, UsageError
+from autoremat._floor import floor
 from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
 from autoremat._ledger import expand, peak_bytes, price
 from autoremat._plan import Plan, Prediction
+from autoremat._reasons import Floor
 from autoremat._regions import describe_all
 from autoremat._replay import RegionSpec
 from autoremat._reserved import reserved
@@ -168,17 +170,22 @@ class Planning:
             num_regions=len(solution.regions),
         )
 
+    def floor(self) -> Floor:
+        """What stops a budget from going lower."""
+        tightest = self.planner.plan(self.planner.smallest_bytes)
+        return floor(self.graph, tightest.regions, self.op_seconds, least_bytes=self.planner.least_bytes)
+
     def _infeasible(self, budget_bytes: int) -> BudgetInfeasible:
         """Say what the smallest peak is made of."""
         smallest = self.planner.smallest_bytes
-        tightest = self.planner.plan(smallest)
-        found = price(self.graph, expand(self.graph, tightest.regions), self.op_seconds)
-        causes = sorted(found.peak_by_cause.items(), key=lambda item: -item[1])[:3]
+        found = self.floor()
+        causes = sorted(found.by_cause.items(), key=lambda item: -item[1])[:3]
         parts = ", ".join(f"{cause.replace('_', ' ')} {format_bytes(size)}" for cause, size in causes)
         return BudgetInfeasible(
             f"No plan for {self.graph.model} fits into {format_bytes(budget_bytes)} ({budget_bytes} bytes). The "
-            f"smallest budget that does is {format_bytes(smallest)} ({smallest} bytes): {parts} at {found.peak_at}. "
-            "Raise the budget, or use a smaller batch, a lower precision or an optimizer with less state.",
+            f"smallest budget that does is {format_bytes(smallest)} ({smallest} bytes): {parts} at {found.at}. "
+            f"{found.advice} Or raise the budget, or use a smaller batch, a lower precision or an optimizer with less "
+            "state.",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
         )

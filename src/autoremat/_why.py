@@ -13,26 +13,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoremat._ledger import alive_at, expand, moments, place, price
+from autoremat._ledger import expand, moments, place
 from autoremat._plan import Plan, Region
 from autoremat._planning import Planning
-from autoremat._reasons import Floor, FloorPart, OtherBudget, Reasons, RegionReason
+from autoremat._reasons import OtherBudget, Reasons, RegionReason
 from autoremat._regions import describe_all, resolve
 from autoremat._replay import RegionSpec, replay
 from autoremat._schedule import Action, Event
-from autoremat._step_graph import BEFORE_STEP, StepGraph
+from autoremat._step_graph import StepGraph
 
 MAX_REGIONS = 150
 STEP_BYTES = 2**30
 _STEPS = 16
 """A step of budget is a GiB, or the power of two that is at most this part of what plans can change."""
-_STATES = frozenset({"parameter", "buffer", "gradient", "optimizer_state", "ema", "communication"})
-_NUM_LARGEST = 8
 _RESOLUTION = 8
 """The next cheaper plan is looked for to this many halvings of what plans can change."""
 _TINY = 1e-9
 """Costs that differ by a smaller share of the step are equal: they are sums in another order."""
-_LOGITS_TO_LOSS = "aten._log_softmax."
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ def why(planning: Planning, plan: Plan, *, step_bytes: int | None = None) -> Rea
         num_left_out=len(plan.regions) - len(chosen),
         more=_more(planning, plan, cost, limit, step) if plan.regions else None,
         less=_other(planning, plan, limit - step) if limit - step >= planner.smallest_bytes else None,
-        floor=floor(planning),
+        floor=planning.floor(),
     )
 
 
@@ -217,93 +214,3 @@ def _other(planning: Planning, plan: Plan, budget_bytes: int) -> OtherBudget:
         without=tuple(region.name for region in plan.regions if region not in then),
         instead=tuple(region.name for region in regions if region not in now),
     )
-
-
-# -- the floor --------------------------------------------------------------------------------------------------
-
-
-def floor(planning: Planning) -> Floor:
-    """What the smallest plan's peak is made of.
-
-    Args:
-        planning: All plans of a step.
-    """
-    graph, planner = planning.graph, planning.planner
-    specs = planner.plan(planner.smallest_bytes).regions
-    schedule = expand(graph, specs)
-    points = moments(graph, schedule)
-    at = max(range(len(points)), key=lambda index: (points[index][0], -index))
-    num_bytes, event = points[at]
-    working = _working_calls(graph, specs, event)
-    loss = _loss(graph)
-    kinds: Counter[str] = Counter()
-    for storage, copies in alive_at(graph, schedule, at).items():
-        kinds[_kind(graph, storage, event, working, loss)] += copies * graph.storages[storage].num_bytes
-    rest = num_bytes - sum(kinds.values())  # workspaces, and what no hook sees
-    kinds["optimizer" if event.action is Action.OPTIMIZER else "working"] += rest
-    profile = price(graph, schedule, planning.op_seconds)
-    return Floor(
-        smallest_bytes=num_bytes,
-        least_bytes=planner.least_bytes,
-        at=place(graph, event),
-        parts=tuple(FloorPart(kind, size) for kind, size in kinds.most_common() if size),
-        by_cause={cause: size for cause, size in profile.peak_by_cause.items() if size},
-        largest=profile.alive_at_peak[:_NUM_LARGEST],
-        working=graph.calls[working[0]].path if working else "",
-    )
-
-
-def _working_calls(graph: StepGraph, specs: Sequence[RegionSpec], event: Event) -> tuple[int, ...]:
-    """The calls of the innermost region around an op of forward or backward, or else the module call that made it."""
-    call = graph.ops[event.op].call
-    if event.action is Action.OPTIMIZER:
-        return ()
-    found: tuple[int, ...] = (call,) if call > 0 else ()
-    inside = list(specs)
-    while inside:
-        spec = inside.pop()
-        if any(call in graph.subtree(member) for member in spec.calls):
-            found, inside = spec.calls, list(spec.children)
-    return found
-
-
-def _kind(
-    graph: StepGraph,
-    storage: int,
-    event: Event,
-    working: Sequence[int],
-    loss: tuple[frozenset[int], frozenset[int]],
-) -> str:
-    """What kind of thing a living storage is (see `FloorPart`)."""
-    found = graph.storages[storage]
-    if found.cause in _STATES:
-        return "states"
-    if found.cause == "input":
-        return "inputs"
-    if found.born == BEFORE_STEP:
-        return "held"
-    maker, (sizes, calls) = graph.ops[found.born], loss
-    if maker.phase != "optimizer" and found.num_bytes in sizes and maker.call in calls:
-        return "loss"
-    if event.action is Action.OPTIMIZER:
-        return "optimizer" if maker.phase == "optimizer" else "held"
-    call = maker.call
-    return "working" if any(call in graph.subtree(member) for member in working) else "held"
-
-
-def _loss(graph: StepGraph) -> tuple[frozenset[int], frozenset[int]]:
-    """Sizes of logits and of what a loss makes of them, in bytes, and the calls that make them."""
-    sizes: set[int] = set()
-    calls: set[int] = set()
-    for op in graph.ops:
-        if op.phase != "forward" or not op.outputs or not op.name.startswith(_LOGITS_TO_LOSS):
-            continue
-        elements = graph.storages[op.outputs[0]].num_bytes // (2 if op.dtype in ("bfloat16", "float16") else 4)
-        sizes |= {elements * width for width in (2, 4)}
-        queue = [op.index]
-        while queue:  # what makes the logits, and what is done to them on the way
-            maker = graph.ops[queue.pop()]
-            calls.add(maker.call)
-            same = (graph.storages[s] for s in maker.inputs)
-            queue += [s.born for s in same if s.num_bytes in sizes and BEFORE_STEP < s.born < maker.index]
-    return frozenset(sizes), frozenset(calls)
