@@ -14,7 +14,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -313,15 +313,18 @@ class Applied:
         model: nn.Module,
         plan: Plan,
         recipes: list[tuple[Region, Recipe]],
-        attached: list[_Attached],
-        handle: RemovableHandle,
+        attached: dict[nn.Module, _Attached],
+        root: _Root,
+        compiled: tuple[Region, ...],
     ) -> None:
         self.plan = plan
         self._model = weakref.ref(model)
         self._recipes = recipes
-        self._attached = attached
-        self._handle = handle
-        self._is_on = True
+        self._attached = weakref.WeakKeyDictionary(attached)
+        self._root = root
+        self._compiled = compiled
+        self._handle: RemovableHandle | None = None
+        self.put_on()
 
     @property
     def executed(self) -> tuple[ExecutedRegion, ...]:
@@ -336,23 +339,53 @@ class Applied:
             )  # fmt: skip
             recipe.reset_counts()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the plan is on the model."""
+        return self._handle is not None
+
+    def put_on(self) -> None:
+        """Put the plan on the model again after `remove`, in well under a millisecond; nothing is checked again.
+
+        Raises:
+            PlanError: If the model has another plan.
+        """
+        model = self._model()
+        if self.is_on or model is None:
+            return
+        _refuse_second_plan(model, self._attached)
+        self._root.compiled.install(model, self._compiled)
+        self.start_forward()  # calls are counted anew, also where forward has started already
+        _ROOTS[model] = self._root
+        for module in (model, *self._attached):
+            _drop_copied_hooks(module)
+        self._handle = model.register_forward_pre_hook(start_model, prepend=True)
+        for module, entry in self._attached.items():
+            entry.handles = [
+                module.register_forward_pre_hook(start_region, with_kwargs=True),
+                module.register_forward_hook(end_region, prepend=True, with_kwargs=True, always_call=True),
+            ]
+            _REGIONS[module] = entry
+
+    def start_forward(self) -> None:
+        """Count module calls from 0 again: for who runs the modules without calling the model itself."""
+        self._root.forward_index += 1
+
     def remove(self) -> None:
         """Make the model plain again. Steps whose forward has run still recompute in backward."""
-        if not self._is_on:
+        if self._handle is None:
             return
-        self._is_on = False
         self._handle.remove()
-        for attached in self._attached:
-            for handle in attached.handles:
-                handle.remove()
+        self._handle = None
+        self._root.compiled.remove()
         model = self._model()
         if model is not None:
-            root = _ROOTS.pop(model, None)
-            if root is not None:
-                root.compiled.remove()
-            for module in model.modules():
-                if _REGIONS.get(module) in self._attached:
-                    del _REGIONS[module]
+            _ROOTS.pop(model, None)
+        for module, entry in self._attached.items():
+            for handle in entry.handles:
+                handle.remove()
+            if _REGIONS.get(module) is entry:
+                del _REGIONS[module]
 
     def __enter__(self) -> Self:
         return self
@@ -361,7 +394,7 @@ class Applied:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<Applied: {len(self._recipes)} regions, {'on' if self._is_on else 'removed'}>"
+        return f"<Applied: {len(self._recipes)} regions, {'on' if self.is_on else 'removed'}>"
 
 
 def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
@@ -391,7 +424,7 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
     layout = lay_out(model, plan)
     _WARNED.clear()
     root = _Root(plan)
-    root.compiled.install(model, plan.regions if is_compiled else in_compiled_code(model, plan))
+    compiled = tuple(plan.regions if is_compiled else in_compiled_code(model, plan))
     recipes = [(region, _recipe(region, model, check)) for region in layout.regions]
     of_region = {id(region): recipe for region, recipe in recipes}
     attached = {
@@ -399,15 +432,7 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
         for module, uses in layout.uses.items()
     }
     _link_counters(attached)
-    _ROOTS[model] = root
-    handle = model.register_forward_pre_hook(start_model, prepend=True)
-    for module, entry in attached.items():
-        entry.handles = [
-            module.register_forward_pre_hook(start_region, with_kwargs=True),
-            module.register_forward_hook(end_region, prepend=True, with_kwargs=True, always_call=True),
-        ]
-        _REGIONS[module] = entry
-    return Applied(model, plan, recipes, list(attached.values()), handle)
+    return Applied(model, plan, recipes, attached, root, compiled)
 
 
 def _attach_levels(root: _Root, uses: list[tuple[Use, Recipe]]) -> _Attached:
@@ -445,15 +470,26 @@ def _recipe(region: Region, model: nn.Module, check: Check) -> Recipe:
 def _check_model(model: nn.Module, plan: Plan) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"A plan is applied to a torch.nn.Module, not to {type(model).__name__}.")
-    if model in _ROOTS or any(module in _REGIONS for module in model.modules()):
-        raise PlanError(
-            f"{type(model).__name__} has a plan already. Call remove() on what the earlier apply returned, then apply."
-        )
+    _refuse_second_plan(model, model.modules())
     if plan.model_signature and plan.model_signature != model_signature(model):
         raise PlanMismatch(
             f"The plan was made for {plan.model or 'another model'} with other parameters or buffers than this "
             f"{type(model).__name__} (signature {plan.model_signature}, here {model_signature(model)}). "
             "Make a plan for this model with autoremat.plan."
+        )
+
+
+def _drop_copied_hooks(module: nn.Module) -> None:
+    """A copy of a model that had a plan has its hooks, which would start a region of the copy's own plan twice."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (start_model, start_region, end_region)]:
+            del hooks[key]
+
+
+def _refuse_second_plan(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    if model in _ROOTS or any(module in _REGIONS for module in modules):
+        raise PlanError(
+            f"{type(model).__name__} has a plan already. Call remove() on what the earlier apply returned, then apply."
         )
 
 
