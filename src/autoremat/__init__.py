@@ -11,6 +11,8 @@ if _TYPE_CHECKING:
     from autoremat._calibrate import calibrate
     from autoremat._calibration import Calibration
     from autoremat._data_parallel import DataParallel
+    from autoremat._enable import enable, enabled
+    from autoremat._enabled import Enabled
     from autoremat._errors import (
         AutorematError,
         BatchError,
@@ -36,6 +38,7 @@ if _TYPE_CHECKING:
     from autoremat._report_data import ReportSection
     from autoremat._report_file import Report, report
     from autoremat._results import MemoryProfile, UsageReport, VerifyReport
+    from autoremat._retry import retry_step
     from autoremat._sharding import Sharding
     from autoremat._step_graph import StepGraph
     from autoremat._targets import Target, get_target, load_target, target_names
@@ -51,6 +54,8 @@ _HOMES = {
     "_calibrate": ("calibrate",),
     "_calibration": ("Calibration",),
     "_data_parallel": ("DataParallel",),
+    "_enable": ("enable", "enabled"),
+    "_enabled": ("Enabled",),
     "_errors": (
         "AutorematError",
         "BatchError",
@@ -76,6 +81,7 @@ _HOMES = {
     "_report_data": ("ReportSection",),
     "_report_file": ("Report", "report"),
     "_results": ("MemoryProfile", "UsageReport", "VerifyReport"),
+    "_retry": ("retry_step",),
     "_sharding": ("Sharding",),
     "_step_graph": ("StepGraph",),
     "_targets": ("Target", "get_target", "load_target", "target_names"),
@@ -95,6 +101,7 @@ __all__ = [
     "Calibration",
     "CallName",
     "DataParallel",
+    "Enabled",
     "Explanation",
     "Floor",
     "FloorPart",
@@ -137,6 +144,8 @@ __all__ = [
     "checkpoint_sequential",
     "classic",
     "distribute",
+    "enable",
+    "enabled",
     "explain",
     "fake_weights",
     "frontier",
@@ -151,6 +160,7 @@ __all__ = [
     "render_report",
     "replay_safe",
     "report",
+    "retry_step",
     "target_names",
     "trace",
     "verify",

@@ -158,7 +158,7 @@ def find_loss(output: Any, loss: LossFunction | None, model: nn.Module) -> Tenso
         LossError: If there is no scalar floating tensor that requires gradients.
     """
     name = type(model).__name__
-    value = loss(output) if loss is not None else _loss_in(output)
+    value = loss(output) if loss is not None else loss_in(output)
     if value is None:
         raise LossError(
             f"{name} returned {type(output).__name__}, which has no loss. Put labels into the batch if the model takes "
@@ -176,7 +176,8 @@ def find_loss(output: Any, loss: LossFunction | None, model: nn.Module) -> Tenso
     return value
 
 
-def _loss_in(output: Any) -> Any:
+def loss_in(output: Any) -> Any:
+    """What may be the loss in an output: the output itself if it is a tensor, else its ``.loss``; None without."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
