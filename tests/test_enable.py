@@ -292,6 +292,13 @@ def test_a_model_that_checkpoints_itself_is_refused():
         ar.enable(model, "1GiB")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_is_compiled_afterwards_is_refused():
+    model = torch.compile(enable(build(), "1GiB"), backend="eager")
+    with pytest.raises(ar.PlanError, match=r"enabled and being compiled.*apply"):
+        model(torch.randn(ROWS, WIDTH))
+
+
 FAILURES = [
     ({"budget": 10_000}, (ROWS, WIDTH), ar.BudgetInfeasible, "smallest budget that does"),
     ({"budget": "1GiB", "loss": lambda out: out}, (ROWS, WIDTH), ar.LossError, "not a scalar"),

@@ -35,8 +35,8 @@ Model = TypeVar("Model", bound=nn.Module)
 AUTO = "auto"
 _TRACE_OPTIONS = frozenset({"scaler", "ema", "parallel", "clip_grad_norm", "precision", "fake", "cost"})
 _COMPILED = (
-    "Plans are switched by the shapes of a batch, and compiled code has one plan: make it with autoremat.plan(model, batch, "
-    "...), compile, and call autoremat.apply(model, plan)."
+    "Plans are switched by the shapes of a batch, and compiled code has one plan: make it with autoremat.plan(model, "
+    "batch, ...), compile, and call autoremat.apply(model, plan)."
 )
 _ENABLED: weakref.WeakKeyDictionary[nn.Module, Enabled] = weakref.WeakKeyDictionary()
 
