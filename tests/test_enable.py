@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import autoremat as ar
 from autoremat import _enabled
-from autoremat._measure import record_memory, unique_bytes
+from autoremat._measure import record_memory
+from autoremat._memory_meter import unique_bytes
 
 WIDTH, ROWS = 32, 256
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from autoremat._device_memory import budget_left, explain_out_of_memory
 from autoremat._errors import AutorematError, UsageError
 from autoremat._found_optimizer import factory_like, find_optimizers
-from autoremat._measure import unique_bytes
+from autoremat._memory_meter import unique_bytes
 from autoremat._model_states import OptimizerFactory
 from autoremat._observed import Observed, as_batch, batch_bytes, observe, resized
 from autoremat._plan import Plan
