@@ -90,6 +90,7 @@ OPTIONS = {
     "--seq --target model",
     "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --frontier "
     "--no-frontier --objective --optimizer --output --plan --precision --scaler --seq --shard --target -o model",
+    "export": "--batch --budget --json --optimizer --output --plan --precision --seq --target --to -o model",
     "advise": "--batch --budget --effective-batch --json --no-sizes --optimizer --picture --precision --seq --sizes "
     "--target model",
     "targets": "--json",
@@ -106,6 +107,19 @@ def test_the_commands_and_their_options_are_these():
         for name, c in commands.items()
     }
     assert found == OPTIONS
+
+
+def test_export_writes_the_text_and_says_what_is_lost(run, models, tmp_path):
+    output = tmp_path / "exported.py"
+    code, out, err = run("export", f"{models}:chain", "--to", "torch", "--budget", BUDGET, "--output", str(output))
+    assert (code, out) == (0, "")
+    assert "Lost: " in err
+    scope = {}
+    exec(compile(output.read_text(), "exported.py", "exec"), scope)
+    assert scope["REGIONS"]
+    code, out, err = run("export", f"{models}:chain", "--to", "fsdp", "--budget", BUDGET, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["text"].startswith('"""Activation checkpointing of')
 
 
 def test_plan_prints_a_table_and_writes_the_file(run, models, tmp_path):

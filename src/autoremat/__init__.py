@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
         TraceError,
         UsageError,
     )
+    from autoremat._export import Export, export
     from autoremat._fake import fake_weights
     from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
     from autoremat._layer_map import LayerMap
@@ -68,6 +69,7 @@ _HOMES = {
         "TraceError",
         "UsageError",
     ),
+    "_export": ("Export", "export"),
     "_fake": ("fake_weights",),
     "_frontier": ("Frontier", "FrontierPoint", "NamedPoint"),
     "_layer_map": ("LayerMap",),
@@ -103,6 +105,7 @@ __all__ = [
     "DataParallel",
     "Enabled",
     "Explanation",
+    "Export",
     "Floor",
     "FloorPart",
     "Frontier",
@@ -147,6 +150,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "export",
     "fake_weights",
     "frontier",
     "get_target",

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from autoremat import _advice_tables, _tables, _why_tables
+from autoremat._cli_export import export
 from autoremat._cli_options import (
     AccumulateOption,
     AllocatorOption,
@@ -296,6 +297,9 @@ def measure(
     show(result.to_json() if json else _tables.usage_table(result), json=json)
     if result.within_budget is False:
         raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+app.command()(export)
 
 
 @app.command()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoremat._presets import Built
     from autoremat._reasons import Reasons
     from autoremat._sharding import Sharding
+    from autoremat._step_graph import StepGraph
 
 NO_OPTIMIZER = "none"
 
@@ -131,6 +132,32 @@ def find_reasons(
     made = made or planning.plan(parse_bytes(resolved))
     report("taking regions out", 0.8)
     return why(planning, made, step_bytes=None if step is None else parse_bytes(step))
+
+
+def traced_and_planned(
+    built: Built,
+    plan_file: Path | None,
+    report: Callable[[str, float], None],
+    *,
+    budget: str | None,
+    target: str | None,
+    precision: str | None,
+    optimizer: str,
+) -> tuple[StepGraph, Plan]:
+    """The step of a model, and the plan in a file, or else one that is made for it."""
+    from autoremat._api import plan as run_plan
+    from autoremat._api import trace
+
+    if plan_file is not None and budget is not None:
+        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
+    made = None if plan_file is None else Plan.load(plan_file)
+    resolved = budget_bytes(budget, target) if made is None else 0
+    report("Tracing the step", 0.2)
+    graph = trace(
+        built.model, built.batch, loss=built.loss, target=target, precision=autocast_of(precision),
+        optimizer=optimizer_of(optimizer),
+    )  # fmt: skip
+    return graph, made or run_plan(graph, budget=resolved, target=target, progress=report)
 
 
 def write_text(text: str, output: Path, *, what: str) -> None:

@@ -1,0 +1,57 @@
+"""The command that writes a plan in other libraries' words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Optional
+
+import typer
+from rich.console import Console
+
+from autoremat._cli_options import (
+    BatchOption,
+    BudgetOption,
+    JsonOption,
+    ModelArgument,
+    OptimizerOption,
+    PlanOption,
+    PrecisionOption,
+    SeqOption,
+    TargetOption,
+)
+from autoremat._cli_support import load_built, show, shown_progress, traced_and_planned, write_text
+
+
+def export(
+    model: ModelArgument,
+    *,
+    to: Annotated[
+        Literal["torch", "transformers", "megatron", "fsdp"],
+        typer.Option(help="Python for torch and fsdp, training arguments for transformers, options for megatron."),
+    ],
+    plan_file: PlanOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    budget: BudgetOption = None,
+    target: TargetOption = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the text here.")] = None,  # noqa: UP045
+    json: JsonOption = False,
+) -> None:
+    """Write a plan in the words of another library. What is lost against the plan goes to stderr, with numbers."""
+    from autoremat._export import export as run_export
+
+    with shown_progress(quiet=json) as report:
+        report(f"Building {model}", 0.0)
+        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+        graph, made = traced_and_planned(
+            built, plan_file, report, budget=budget, target=target, precision=precision, optimizer=optimizer
+        )
+        found = run_export(graph, made, to)
+    if output is not None:
+        write_text(found.text + "\n", output, what="exported plan")
+    if json or output is None:
+        show((found.to_json() if json else found.text).rstrip(), json=True)
+    for loss in () if json else found.losses:
+        Console(stderr=True).print(f"Lost: {loss}", soft_wrap=True, highlight=False)
