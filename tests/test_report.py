@@ -253,3 +253,30 @@ def test_the_usage_table():
 
 def test_the_targets_table_marks_what_a_device_lacks():
     assert re.search(r"t4-16g .*none", _text(_tables.targets_table([get_target("t4-16g")])))
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (synthetic.plan(), ("peak allocated", "bert.encoder.layer.{0-23}")),
+        (Plan(regions=(Region("h.0"),)), ("h.0",)),
+        (synthetic.frontier(), ("every-block", "27.0 GiB")),
+        (synthetic.profile(), ("peak allocated at", "bert.pooler")),
+        (synthetic.layer_map(), ("left for backward", "bert.encoder.layer.23")),
+        (synthetic.verified(), ("equal to the bit",)),
+        (synthetic.usage(), ("profiler memory events",)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_results_show_as_tables_in_terminals_and_notebooks(result, words):
+    text, page = _text(result), result._repr_html_()
+    for word in words:
+        assert word in text
+        assert word in page
+    assert page.startswith("<pre")
+
+
+def test_results_without_a_table_show_their_repr():
+    item = synthetic.alive()[0]
+    assert item._repr_html_() is None
+    assert "bert.encoder.layer.0.mlp" in _text(item)

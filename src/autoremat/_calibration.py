@@ -20,6 +20,7 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from autoremat._errors import UsageError
+from autoremat._shown import Shown
 
 CALIBRATION_VERSION: Literal[1] = 1
 Curve = tuple[tuple[float, float], ...]
@@ -27,7 +28,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True, config=pydantic.ConfigDict(extra="forbid"))
-class Calibration:
+class Calibration(Shown):
     """Speeds of one machine.
 
     Attributes:

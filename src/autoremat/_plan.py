@@ -20,6 +20,7 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from autoremat._errors import PlanError
+from autoremat._shown import Shown
 from autoremat._units import format_bytes, format_percent
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -142,7 +143,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
-class Plan:
+class Plan(Shown):
     """Regions to recompute, with what the step is predicted to take plain and planned.
 
     Attributes:

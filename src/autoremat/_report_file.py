@@ -20,6 +20,7 @@ from autoremat._api import layers, profile, trace
 from autoremat._api import plan as make_plan
 from autoremat._errors import UsageError
 from autoremat._figures import memory_file
+from autoremat._frontier import Frontier
 from autoremat._plan import Plan
 from autoremat._planning import BudgetKind, Objective
 from autoremat._report import render_report
@@ -123,7 +124,7 @@ def report(
     *,
     plan: Plan | None = None,
     budget: int | str | None = None,
-    frontier: bool = True,
+    frontier: bool | Frontier = True,
     name: str = "",
     target: str | Target | None = None,
     objective: Objective | None = None,
@@ -140,7 +141,7 @@ def report(
         batch: The batch, with a model; not with a step.
         plan: A plan for it, to show beside the plain step.
         budget: As for `plan`, instead of a plan: one is made. With neither, the plain step alone.
-        frontier: Find the plans for all budgets, and price the schedules of `classic`, too.
+        frontier: A frontier of the step; True finds one, and prices the schedules of `classic`; False leaves it out.
         name: What to call the model in the title.
         target: As for `plan`; None for that of the plan.
         objective: As for `plan`.
@@ -171,8 +172,8 @@ def report(
     if target is None and plan is not None and plan.target:
         target = plan.target
     graph = _graph(model, batch, target, trace_options)
-    curve = None
-    if frontier:
+    curve = frontier if isinstance(frontier, Frontier) else None
+    if frontier is True:
         tell("Walking along the frontier", 0.5)
         curve = find_frontier(graph, num_points=_NUM_POINTS, classics=True, target=target, objective=objective)
     if plan is None and budget is not None:

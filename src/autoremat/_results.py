@@ -10,11 +10,12 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from autoremat._shown import Shown
 from autoremat._units import format_bytes, format_percent, format_seconds
 
 
-class JsonResult:
-    """Gives a result dataclass `to_json`."""
+class JsonResult(Shown):
+    """Gives a result dataclass `to_json`, and a table in terminals and notebooks."""
 
     __slots__ = ()
 

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from autoremat._calibration import Calibration
 from autoremat._frontier import Frontier
+from autoremat._layer_map import LayerMap
 from autoremat._plan import Plan, Prediction, Region
-from autoremat._results import LiveItem, UsageReport, VerifyReport
+from autoremat._results import LiveItem, MemoryProfile, UsageReport, VerifyReport
 from autoremat._targets import Target
 from autoremat._units import format_bytes, format_flops, format_percent, format_seconds
 
@@ -23,6 +24,8 @@ MAX_DIFFERENCES = 20
 """How many differences a table of `VerifyReport` lists."""
 MAX_LIVE_ROWS = 12
 """How many kinds of living storages a table lists."""
+MAX_LAYER_DEPTH = 2
+"""Layers further inside are not listed."""
 
 
 def plan_table(plan: Plan) -> Table:
@@ -63,6 +66,44 @@ def plan_table(plan: Plan) -> Table:
         what = "time" if plan.objective == "time" else "FLOPs"
         table.add_row(f"least {what} (proved)", "", f"+{format_percent(plan.bound)}, {format_percent(plan.gap)} away")
     table.add_row("peak at", plain.peak_at, planned.peak_at, style="dim")
+    return table
+
+
+def profile_table(profile: MemoryProfile) -> Table:
+    """The peak by cause, and the next highest moments."""
+    table = Table(title=f"peak allocated at {profile.peak_at}", title_justify="left", title_style="bold")
+    table.add_column("predicted")
+    table.add_column("bytes", justify="right")
+    for cause, num_bytes in profile.peak_by_cause.items():
+        if num_bytes:
+            table.add_row(cause.replace("_", " "), format_bytes(num_bytes))
+    table.add_row("peak allocated", format_bytes(profile.peak_bytes), style="bold")
+    if profile.allocator is not None:
+        table.add_row("peak reserved", format_bytes(profile.allocator.reserved_bytes))
+    table.add_section()
+    for moment in profile.high_moments[1:]:
+        table.add_row(moment.at, format_bytes(moment.num_bytes), style="dim")
+    return table
+
+
+def layers_table(layers: LayerMap) -> Table:
+    """The layers that the model calls and those that these call, with what is inside them."""
+    table = Table(title=f"{layers.model}, {len(layers.layers)} layers", title_justify="left", title_style="bold")
+    table.add_column("layer", overflow="fold")
+    for column in ("left for backward", "planned", "FLOPs", "recomputed", "time"):
+        table.add_column(column, justify="right")
+    depth: dict[int, int] = {}
+    for place, row in enumerate(layers.layers):
+        depth[place] = 0 if row.parent < 0 else depth[row.parent] + 1
+        if depth[place] > MAX_LAYER_DEPTH:
+            continue
+        total = row.total
+        table.add_row(
+            f"{'  ' * depth[place]}{row.path or layers.model}",
+            *(format_bytes(size) for size in (total.plain_bytes, total.planned_bytes)),
+            *(format_flops(count) for count in (total.flops, total.recomputed_flops)),
+            format_seconds(total.seconds),
+        )
     return table
 
 
