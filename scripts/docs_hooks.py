@@ -15,6 +15,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+import autoremat
 from autoremat._units import format_bytes, format_flops, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,8 @@ COPIES = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "C
 """Pages of the site that are files of the repository."""
 HOMES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Where the site has what a link to the repository's root means."""
+MORE = "reference/more.md"
+"""Page of the public names that no page in ``docs/reference`` lists yet."""
 LONG_TABLE = 12
 """Tables with more rows are closed at first."""
 _PREFACE = (
@@ -38,7 +41,7 @@ def on_config(config: Any) -> Any:
     docs = Path(config["docs_dir"])
     sections = {name: value for item in config["nav"] if isinstance(item, dict) for name, value in item.items()}
     sections["How to"] += _ordered(docs / "howto", HOWTO_ORDER)
-    sections["Reference"] += _ordered(docs / "reference", REFERENCE_ORDER)
+    sections["Reference"] += _ordered(docs / "reference", REFERENCE_ORDER) + ([MORE] if unlisted_names() else [])
     there = set(re.findall(r"[\w./-]+\.md", json.dumps(config["nav"])))
     sections["Project"] += sorted(path.name for path in docs.glob("*.md") if path.name not in there)
     return config
@@ -48,6 +51,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages and files that are made from elsewhere."""
     pages = {name: path.read_text(encoding="utf-8") for name, path in COPIES.items()}
     pages["results.md"] = results_page()
+    if names := unlisted_names():
+        pages[MORE] = "# More\n\n" + "".join(f"::: autoremat.{name}\n" for name in names)
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     for path in sorted(RESULTS.glob("*.json")):
@@ -68,6 +73,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     inside = r"(README\.md|CONTRIBUTING\.md|CHANGELOG\.md|benchmarks/results/[\w.-]+|docs/[\w./-]+)"
     way_out = "()" if page.file.src_uri in COPIES else r"((?:\.\./)+)"
     return re.sub(rf"\]\({way_out}{inside}\)", site_link, markdown)
+
+
+def unlisted_names() -> list[str]:
+    """Public names that no page of the reference lists."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: autoremat\.(\w+)$", pages, re.MULTILINE))
+    return [name for name in autoremat.__all__ if name not in listed]
 
 
 def _ordered(folder: Path, order: tuple[str, ...]) -> list[str]:
