@@ -106,8 +106,8 @@ def test_every_point_of_a_profile_says_what_happens(graph):
 
 
 def test_a_report_from_python(graph, tmp_path):
-    curve = ar.frontier(graph, num_points=4)
-    report = ar.report(graph, budget=curve.plain_bytes - 1, name="net")
+    curve = ar.frontier(graph, num_points=4, classics=True)
+    report = ar.report(graph, plan=curve.plan(curve.plain_bytes - 1), frontier=curve, name="net")
     assert isinstance(report, Report)
     assert report.section.plan.planned.peak_bytes < curve.plain_bytes
     assert report.section.frontier.classics

@@ -145,7 +145,8 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
     progress("Tracing a small GPT-2", 0.0)
     graph = trace(model, batch, optimizer="adamw", target="cpu")
     plain = profile(graph)
-    made = plan(graph, budget=int(BUDGET_SHARE * plain.peak_bytes), target="cpu", progress=_part(progress, 0.05, 0.15))
+    curve = frontier(graph, num_points=_NUM_POINTS, classics=True, target="cpu", progress=_part(progress, 0.05, 0.15))
+    made = curve.plan(int(BUDGET_SHARE * plain.peak_bytes))
     progress("Comparing a plain and a planned step", 0.15)
     verified = verify(model, batch, made)
     usage = measure(model, batch, made, progress=_part(progress, 0.25, 0.4))
@@ -160,7 +161,7 @@ def _training(num_steps: int, progress: Progress) -> ReportSection:
         plain=plain,
         planned=profile(graph, made),
         plan=made,
-        frontier=frontier(graph, num_points=_NUM_POINTS, classics=True, target="cpu"),
+        frontier=curve,
         layers=layers(graph, made),
         verified=verified,
         usage=usage,
