@@ -21,7 +21,7 @@ from autoremat._units import format_bytes, format_flops, format_seconds
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 HOWTO_ORDER = ("own-loop", "trainer", "lightning", "compile", "out-of-memory", "watching", "run", "plan-for-a-cluster")
-REFERENCE_ORDER = ("plan", "run", "evidence", "results", "targets", "errors")
+REFERENCE_ORDER = ("plan", "run", "watch", "evidence", "results", "targets", "errors")
 COPIES = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 """Pages of the site that are files of the repository."""
 HOMES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}

@@ -13,6 +13,7 @@ from autoremat._calibration import Calibration
 from autoremat._frontier import Frontier
 from autoremat._layer_map import LayerMap
 from autoremat._plan import Plan
+from autoremat._reasons import Reasons
 from autoremat._results import MemoryProfile, UsageReport, VerifyReport
 from autoremat._tables import (
     calibration_table,
@@ -25,6 +26,7 @@ from autoremat._tables import (
     usage_table,
     verify_table,
 )
+from autoremat._why_tables import budgets_table, floor_table, reason_lines, reasons_table
 
 
 def _plan(plan: Plan) -> list[Any]:
@@ -40,10 +42,15 @@ def _advice(advice: Advice) -> list[Any]:
     return [advice_table(advice), advice_causes_table(advice), *advice_lines(advice)]
 
 
+def _reasons(found: Reasons) -> list[Any]:
+    return [reasons_table(found), budgets_table(found), floor_table(found.floor), *reason_lines(found)]
+
+
 _TABLES: dict[type, Callable[[Any], list[Any]]] = {
     Plan: _plan,
     Frontier: _frontier,
     Advice: _advice,
+    Reasons: _reasons,
     MemoryProfile: lambda profile: [profile_table(profile)],
     LayerMap: lambda layers: [layers_table(layers)],
     VerifyReport: lambda report: [verify_table(report)],

@@ -23,8 +23,8 @@ class Shown:
 
     def _repr_html_(self) -> str | None:
         """What notebooks show; None leaves it to ``repr``."""
-        tables = importlib.import_module("autoremat._show").shown(self)
-        if tables is None:
+        tables = self.__rich__()
+        if isinstance(tables, importlib.import_module("rich.text").Text):
             return None
         console = importlib.import_module("rich.console").Console(
             record=True, file=io.StringIO(), width=110, color_system="truecolor", force_jupyter=False
