@@ -14,6 +14,8 @@ from autoremat._ledger import expand, peak_bytes
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
 from autoremat.solve import Planner, Solution, classic_regions, frontier_regions, plan_regions
+from autoremat.solve._facts import collect_facts
+from autoremat.solve._problem import build_problem
 from machine import run_schedule
 from reference import best_cost, cost_of
 from strategies import Recipe, build_step, recipes, step_graphs
@@ -122,6 +124,44 @@ def test_elementwise_work_is_dropped_first() -> None:
     solution = planner.plan(budget_at(planner, 0.6))
     assert solution.cost == 0
     assert solution.regions
+
+
+def test_a_nest_stores_what_is_costly_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that are narrow inside, as a ResNet's, what is inside is stored and the wide rest comes back twice."""
+    narrow: Recipe = (
+        ("linear", 0, 2),
+        ("norm", 0, 2),
+        ("gelu", 0, 2),
+        ("linear", 0, 8),
+        ("norm", 0, 8),
+        ("gelu", 0, 8),
+    )
+    graph = build_step(tuple((f"h.{i}", (*narrow[:5], ("add", 2, 8), narrow[5])) for i in range(4)), loss_bytes=4)
+    planner = planner_of(graph)
+    monkeypatch.setattr("autoremat.solve._nests.SET_SHARES", ())
+    without = planner_of(graph)
+    budget = budget_at(without, 0.2)
+    assert planner.plan(budget).cost < 0.9 * without.plan(budget).cost
+    assert any(spec.children and spec.kept for spec in planner.plan(budget).regions)
+    run_schedule(graph, expand(graph, planner.plan(budget).regions))
+
+
+@slow
+@given(step_graphs(max_blocks=3, max_ops=4), st.data())
+def test_every_nest_is_legal_with_every_store_set_and_any_regions_inside(graph: StepGraph, data: st.DataObject) -> None:
+    problem = build_problem(collect_facts(graph, flops_of(graph)), flops_of(graph))
+    for nests in problem.chain.nests:
+        for nest in nests:
+            start = problem.segments.nests[-1 - nest.number].start
+            inside = [
+                (edge.candidate, option, ())
+                for position in range(start, nest.stop)
+                for edge in problem.chain.edges[position]
+                for option in range(len(edge.cost))
+                if edge.stop < nest.stop
+            ]
+            chosen = [data.draw(st.sampled_from(inside))] if inside else []
+            run_schedule(graph, expand(graph, problem.regions([(nest.number, nest.stores, tuple(chosen))])))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])

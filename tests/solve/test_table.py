@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoremat.solve._table import Chain, Edge, NestEdge, Pick, Table
+from autoremat.solve._chain import Chain, Edge, NestEdge
+from autoremat.solve._table import Pick, Table
 
 Row = tuple[float, int]
 """Cost of a path, and the memory that it demands."""
@@ -19,10 +20,14 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+NUM_SETS = 2
+
+
 @st.composite
-def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 3) -> Chain:
+def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 4) -> Chain:
     num = draw(st.integers(1, max_positions))
     number = st.integers(0, 20)
+    small = st.integers(0, 4)
     edges: list[list[Edge]] = [[] for _ in range(num + 1)]
     nests: list[list[NestEdge]] = [[] for _ in range(num + 1)]
     count = 0
@@ -30,22 +35,23 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 3) -> Chain
         for stop in range(start + 1, num + 1):
             options = draw(st.integers(0, 2))
             if options:
-                forward, backward, saved, cost = (
-                    draw(st.lists(number, min_size=options, max_size=options)) for _ in range(4)
+                forward, backward, saved, cost, *stuck = (
+                    draw(st.lists(kind, min_size=options, max_size=options)) for kind in (*[number] * 4, small, small)
                 )
                 freed = array(*saved) - draw(st.integers(0, 3))
                 costs = np.array(cost, float)
-                level = draw(st.integers(0, 1))
-                edges[start].append(Edge(count, level, stop, array(*forward), array(*backward), freed, costs))
+                edges[start].append(Edge(count, stop, array(*forward), array(*backward), freed, costs, np.array(stuck)))
                 count += 1
     for n in range(draw(st.integers(0, max_nests))):
         start = draw(st.integers(0, num - 1))
         stop = draw(st.integers(start + 1, num))
+        stores = draw(st.integers(0, NUM_SETS - 1))
         forward, saved, held, cost = (draw(number) for _ in range(4))
-        costs = np.array([float(cost)])
-        nests[start].append(NestEdge(-1 - n, n % 2, stop, array(forward), array(saved), held % 3, costs))
+        stuck = array(draw(small), draw(small))
+        nests[start].append(NestEdge(-1 - n, stores, stop, forward, saved, held % 3, float(cost), stuck))
     lists = [draw(st.lists(number, min_size=num, max_size=num)) for _ in range(2)]
     shift = draw(st.lists(st.integers(-5, 5), min_size=num + 1, max_size=num + 1))
+    stored = draw(st.lists(st.lists(small, min_size=num, max_size=num), min_size=NUM_SETS, max_size=NUM_SETS))
     return Chain(
         edges=tuple(map(tuple, edges)),
         nests=tuple(map(tuple, nests)),
@@ -53,40 +59,44 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 3) -> Chain
         backward=array(*lists[1]),
         shift=array(*shift),
         required=draw(st.integers(0, 40)),
+        stored=np.array([np.cumsum([0, *sizes]) for sizes in stored]),
     )
 
 
-def paths(chain: Chain, start: int, end: int, shift: int, level: int | None) -> dict[tuple[Pick, ...], Row]:
+def paths(chain: Chain, start: int, end: int, stores: int | None) -> dict[tuple[Pick, ...], Row]:
     """Every way through a stretch: regions, with cost and least memory at its start."""
     if start == end:
-        return {(): (0.0, chain.required if level is None else 0)}
+        return {(): (0.0, chain.required if stores is None else -1000)}
+    extra = 0
+    if stores is not None:
+        extra = int(chain.shift[end] + chain.stored[stores, end] - chain.stored[stores, start])
 
     def is_inside(edge: Edge | NestEdge) -> bool:
-        return edge.stop <= end if level is None else edge.stop < end and edge.level == level
+        return edge.stop <= end if stores is None else edge.stop < end
 
     found: dict[tuple[Pick, ...], Row] = {}
-    demand = max(int(chain.forward[start]) + shift, int(chain.backward[start]))
-    for picks, (cost, need) in paths(chain, start + 1, end, shift, level).items():
+    demand = max(int(chain.forward[start]) + extra, int(chain.backward[start]))
+    for picks, (cost, need) in paths(chain, start + 1, end, stores).items():
         found[picks] = (cost, max(demand, need))
     for edge in filter(is_inside, chain.edges[start]):
         for k in range(len(edge.cost)):
-            demand = max(int(edge.forward[k]) + shift, int(edge.backward[k]))
-            for picks, (cost, need) in paths(chain, edge.stop, end, shift, level).items():
-                row = (cost + float(edge.cost[k]), max(demand, need - int(edge.saved[k])))
-                found[((edge.candidate, k, ()), *picks)] = row
+            demand = max(int(edge.forward[k]) + extra, int(edge.backward[k]))
+            saved = int(edge.saved[k]) - (0 if stores is None else int(edge.stuck[stores, k]))
+            for picks, (cost, need) in paths(chain, edge.stop, end, stores).items():
+                found[((edge.candidate, k, ()), *picks)] = (cost + float(edge.cost[k]), max(demand, need - saved))
     for nest in filter(is_inside, chain.nests[start]):
-        inside = paths(chain, start, nest.stop, int(chain.shift[nest.stop]), nest.level)
-        behind = paths(chain, nest.stop, end, shift, level)
+        inside = paths(chain, start, nest.stop, nest.stores)
+        behind = paths(chain, nest.stop, end, stores)
+        saved = nest.saved - (0 if stores is None else int(nest.stuck[stores]))
         for inner, (inner_cost, inner_need) in inside.items():
             for picks, (cost, need) in behind.items():
-                demand = max(int(nest.forward[0]) + shift, inner_need + nest.held, need - int(nest.saved[0]))
-                total = cost + inner_cost + float(nest.cost[0])
-                found[((nest.number, 0, inner), *picks)] = (total, demand)
+                demand = max(nest.forward + extra, inner_need + nest.held, need - saved)
+                found[((nest.number, nest.stores, inner), *picks)] = (cost + inner_cost + nest.cost, demand)
     return found
 
 
 def all_paths(chain: Chain) -> dict[tuple[Pick, ...], Row]:
-    return paths(chain, 0, chain.last, 0, None)
+    return paths(chain, 0, chain.last, None)
 
 
 @settings(deadline=None)
@@ -122,17 +132,16 @@ def test_few_slots_never_admit_what_does_not_fit_and_find_what_there_is(
 
 def stack(num: int, saved: np.ndarray, cost: np.ndarray, size: int, *, nests: bool = False) -> Chain:
     """Equal blocks of a size, each with the same options."""
-    edges = tuple(
-        (Edge(i, 0, i + 1, i * size + np.full(len(saved), size), i * size + np.full(len(saved), size), saved, cost),)
-        for i in range(num)
-    )
-    spans = [[] for _ in range(num + 1)]
+    full, none = np.full(len(saved), size), np.zeros((1, len(saved)), int)
+    edges = tuple((Edge(i, i + 1, i * size + full, i * size + full, saved, cost, none),) for i in range(num))
+    spans: list[list[NestEdge]] = [[] for _ in range(num + 1)]
     for i in range(num if nests else 0):
         for j in range(i + 1, num + 1):
-            held = (j - i - 1) * size + int(saved[-1])
-            spans[i].append(NestEdge(-1, 0, j, array((i + 1) * size), array(held), 0, np.array([float(j - i)])))
+            freed = (j - i - 1) * size + int(saved[-1])
+            spans[i].append(NestEdge(-1, 0, j, (i + 1) * size, freed, 0, float(j - i), array(0)))
     base = np.arange(num, dtype=np.int64) * size + size
-    return Chain((*edges, ()), tuple(map(tuple, spans)), base, base, np.zeros(num + 1, np.int64), num * size)
+    nothing = np.zeros((1, num + 1), int)
+    return Chain((*edges, ()), tuple(map(tuple, spans)), base, base, np.zeros(num + 1, int), num * size, nothing)
 
 
 def test_the_last_of_equal_blocks_is_kept() -> None:
@@ -153,6 +162,13 @@ def test_slots_cost_little_on_equal_blocks(num: int) -> None:
     # The last block may not be a region at this limit: the others share what has to be freed.
     least = (num - 1) * np.interp(num / (num - 1) * 30_000_000, saved, cost)
     assert sum(cost[option] for _, option, _ in picks) <= least * 1.01
+
+
+def test_tables_of_equal_stretches_are_filled_once() -> None:
+    num = 30
+    table = Table(stack(num, array(8), np.ones(1), 10, nests=True))
+    by_length, whole, ends = num, num, 2
+    assert len(table._values) <= by_length + whole + ends
 
 
 def test_nests_reach_below_what_single_blocks_reach() -> None:

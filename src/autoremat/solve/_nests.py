@@ -1,24 +1,99 @@
-"""What dropping a whole stretch of calls frees, demands and costs.
+"""What dropping a whole stretch of calls, but for a store set, frees, demands and costs.
 
-A nest's own recompute runs everything in it up to the last tensor that is needed, and finds regions inside it on the
-way. Nests of one stack are sums over its calls, so that hundreds of them cost no more than one pass.
+A nest's own recompute runs everything in it that makes what is not stored, up to the last tensor that is needed, and
+finds regions inside it on the way. Nests of one stack are sums over its calls, so that hundreds of them cost no more
+than one pass.
 
-Known limit: in the nest's first run nothing is counted as dropped before the call that runs has ended.
+*Store sets* are sets of forward's results that nests may store: of the largest candidates, what their options store at
+one price of a byte, from a price at which all that is costly to make is stored, to one at which only the best is. The
+first set is empty.
+
+Known limits: in the nest's first run what several of its calls saved is not counted as dropped before the last of
+these has ended; what it stores counts as alive throughout its recompute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from autoremat._replay import RegionSpec, held_inputs, replay
+from autoremat.solve._chain import NestEdge
 from autoremat.solve._facts import Bytes, Facts
-from autoremat.solve._options import RegionCost, cost_around
-from autoremat.solve._segments import Calls, Nest, Segments
-from autoremat.solve._table import NestEdge
+from autoremat.solve._options import Option, RegionCost, cost_around
+from autoremat.solve._segments import Calls, Candidate, Nest, Segments
+from autoremat.solve._units import moved
+
+SET_SHARES = (0.02, 0.4)
+"""Store sets: which share of what recomputing all costs is left to recompute."""
+StoreSets = tuple[tuple[frozenset[int], ...], ...]
+"""Storages, by micro-step and set."""
+
+
+def store_sets(facts: Facts, segments: Segments, options: Sequence[Sequence[Option]]) -> StoreSets:
+    """What nests may store, the empty set first."""
+    cover = _cover(segments.candidates)
+    curves = [_hull(facts, segments.candidates[number], options[number]) for number in cover]
+    steps = sorted(
+        ((b.weight - a.weight) / max(1, size_a - size_b), b.weight - a.weight)
+        for curve in curves
+        for (size_a, a), (size_b, b) in pairwise(curve)
+    )
+    total = sum(cost for _, cost in steps)
+    num_steps = len(facts.spans)
+    found: dict[tuple[frozenset[int], ...], None] = {(frozenset(),) * num_steps: None}
+    for share in SET_SHARES if total > 0 else ():
+        sums = np.cumsum([cost for _, cost in steps])
+        price = steps[int(np.searchsorted(sums, share * total))][0]
+        chosen = [
+            (segments.candidates[n].members, _at_price(c, price).kept) for n, c in zip(cover, curves, strict=True)
+        ]
+        by_step = (
+            frozenset(s for members, kept in chosen for s in moved(facts, members[0], members[step], kept))
+            for step in range(num_steps)
+        )
+        found[tuple(by_step)] = None
+    return tuple(zip(*found, strict=True))
+
+
+def _cover(candidates: Sequence[Candidate]) -> list[int]:
+    """Single calls that lie in no other such candidate."""
+    found, end = [], -1
+    for number, candidate in enumerate(candidates):
+        inner = candidate.members[0]
+        if len(inner.calls) == 1 and inner.start >= end:
+            found.append(number)
+            end = inner.end
+    return found
+
+
+def _hull(facts: Facts, candidate: Candidate, options: Sequence[Option]) -> list[tuple[int, Option]]:
+    """Stored bytes and options on the lower convex hull, most bytes first."""
+    inner = candidate.members[0]
+
+    def size(option: Option) -> int:
+        return sum(facts.graph.storages[s].num_bytes for s in option.kept if not inner.is_free(s))
+
+    hull: list[tuple[int, Option]] = []
+    for num_bytes, option in sorted(((size(o), o) for o in options), key=lambda row: (-row[0], row[1].weight)):
+        while hull and (hull[-1][1].weight >= option.weight or hull[-1][0] == num_bytes):
+            hull.pop()
+        while len(hull) > 1:
+            (size_a, a), (size_b, b) = hull[-2:]
+            if (b.weight - a.weight) * (size_b - num_bytes) < (option.weight - b.weight) * (size_a - size_b):
+                break
+            hull.pop()
+        hull.append((num_bytes, option))
+    return hull
+
+
+def _at_price(hull: Sequence[tuple[int, Option]], price: float) -> Option:
+    """The option with least weight plus bytes at a price; of equals the one with fewer bytes."""
+    return min(hull, key=lambda row: (row[1].weight + price * row[0] * (1 + 1e-9), row[0]))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +105,31 @@ class _Stack:
         born: Position of the call in which each droppable storage is born.
         last: Position of the last call that saved it.
         num_bytes: Its size.
-        highest: Live bytes at most while each call and what follows it runs.
+        is_stored: For each store set, which of them it has.
+        highest: For each set, live bytes at most while each call and what follows it runs, with what it alone saved
+            dropped as soon as it can be.
+        extra: For each set, bytes that each call and those before it store although the plain step frees them.
     """
 
     calls: Calls
     born: Bytes
     last: Bytes
     num_bytes: Bytes
+    is_stored: npt.NDArray[np.bool_]
     highest: Bytes
+    extra: Bytes
 
-    def freed(self, first: int, last: int) -> Bytes:
-        """Bytes freed once each call of ``first..last`` has ended, if all of them are dropped."""
-        inside = (self.born >= first) & (self.last <= last)
+    def freed(self, first: int, last: int, stores: int) -> Bytes:
+        """Bytes freed once each call of ``first..last`` has ended, if all of them are dropped but for a set."""
+        inside = (self.born >= first) & (self.last <= last) & ~self.is_stored[stores]
         sums = np.bincount(self.last[inside] - first, weights=self.num_bytes[inside], minlength=last - first + 1)
         return np.cumsum(sums).astype(np.int64)
+
+    def stuck(self, first: int, last: int, stores: int) -> Bytes:
+        """For each set, bytes in it that are dropped with another."""
+        inside = (self.born >= first) & (self.last <= last) & ~self.is_stored[stores]
+        found: Bytes = (self.is_stored[:, inside] * self.num_bytes[inside]).sum(axis=1)
+        return found
 
 
 class NestDemands:
@@ -52,6 +138,7 @@ class NestDemands:
     Args:
         facts: The step.
         segments: Its candidates.
+        sets: What nests may store.
         op_cost: Cost of each op.
         during: Live bytes of the plain step while each op runs.
         region_cost: What a region costs beyond the ops that it runs again.
@@ -61,44 +148,50 @@ class NestDemands:
         self,
         facts: Facts,
         segments: Segments,
+        sets: StoreSets,
         op_cost: Sequence[float],
         during: Bytes,
         region_cost: RegionCost | None = None,
     ) -> None:
         self._facts = facts
         self._segments = segments
+        self._sets = sets
         self._op_cost = op_cost
         self._during = during
         self._region_cost = region_cost
         self._stacks: dict[tuple[int, int], _Stack] = {}
-        self._full: dict[int, float] = {}
-        self._tail: dict[int, float] = {}
+        self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def edge(self, number: int, nest: Nest) -> NestEdge:
-        """A nest as an edge: the highest demand and the least freed over all micro-steps."""
-        forward, saved, held = [], [], []
-        for calls in nest.members:
-            stack = self._stack(calls)
-            first, last = stack.calls.index(calls[0]), stack.calls.index(calls[-1])
-            freed = stack.freed(first, last)
-            kept_alive = self._held(calls)
-            before = np.concatenate([[0], freed[:-1]])
-            forward.append(int((stack.highest[first : last + 1] - before).max()) + kept_alive)
-            saved.append(int(freed[-1]) - kept_alive)
-            held.append(kept_alive)
-        calls = nest.members[0]
-        cost = sum(self._full_cost(call) for call in calls[:-1]) + self._tail_cost(calls[-1])
-        return NestEdge(
-            number=-1 - number,
-            level=self._facts.graph.calls[calls[0]].parent,
-            stop=nest.stop,
-            forward=np.array([max(forward)]),
-            saved=np.array([min(saved)]),
-            held=max(held),
-            cost=np.array([cost * len(nest.members)]),
-        )
+    def edges(self, number: int, nest: Nest) -> Iterator[NestEdge]:
+        """A nest as edges, one for each set: the highest demand and the least freed over all micro-steps."""
+        stacks = [self._stack(calls) for calls in nest.members]
+        first, last = (stacks[0].calls.index(nest.members[0][place]) for place in (0, -1))
+        held = [self._held_bytes(calls) for calls in nest.members]
+        for stores in range(len(self._sets[0])):
+            if stores and not any(s.is_stored[stores, (s.born >= first) & (s.born <= last)].any() for s in stacks):
+                continue
+            forward, saved, holds = [], [], []
+            for stack, kept_alive in zip(stacks, held, strict=True):
+                freed = stack.freed(first, last, stores)
+                before = np.concatenate([[0], freed[:-1]])
+                extra = stack.extra[stores, first + 1 : last + 2] - stack.extra[stores, first]
+                forward.append(int((stack.highest[stores, first : last + 1] - before + extra).max()) + kept_alive)
+                holds.append(kept_alive + int(extra[-1]))
+                saved.append(int(freed[-1]) - holds[-1])
+            costs = [self._cost(call, stores) for call in nest.members[0]]
+            yield NestEdge(
+                number=-1 - number,
+                stores=stores,
+                stop=nest.stop,
+                forward=max(forward),
+                saved=min(saved),
+                held=max(holds),
+                cost=(sum(full for full, _ in costs[:-1]) + costs[-1][1]) * len(nest.members),
+                stuck=np.max([stack.stuck(first, last, stores) for stack in stacks], axis=0),
+            )
 
-    def _held(self, calls: Calls) -> int:
+    def _held_bytes(self, calls: Calls) -> int:
+        """Bytes of arguments that only the nest keeps alive."""
         facts = self._facts
         at = facts.first_unpack(*calls) or 0
         held = set(held_inputs(facts.graph, RegionSpec(calls[0], then=calls[1:]))) - self._segments.shared
@@ -107,24 +200,42 @@ class NestDemands:
     def _stack(self, calls: Calls) -> _Stack:
         parent, step = self._facts.graph.calls[calls[0]].parent, self._facts.graph.calls[calls[0]].micro_step
         if (parent, step) not in self._stacks:
-            self._stacks[parent, step] = self._make_stack(parent)
+            self._stacks[parent, step] = self._make_stack(parent, self._sets[step])
         return self._stacks[parent, step]
 
-    def _make_stack(self, parent: int) -> _Stack:
+    def _make_stack(self, parent: int, sets: Sequence[frozenset[int]]) -> _Stack:
         facts, graph = self._facts, self._facts.graph
         calls = tuple(c for c in graph.subtree(parent) if graph.calls[c].parent == parent)
         place = {inner: position for position, call in enumerate(calls) for inner in graph.subtree(call)}
         rows = []
+        extra = np.zeros((len(sets), len(calls) + 1), np.int64)
         for position, call in enumerate(calls):
+            at = facts.first_unpack(call) or 0
             for s in facts.born_in(graph.calls[call].start, graph.calls[call].end):
                 savers = [place.get(r.call, len(calls)) for r in facts.records_of.get(s, ())]
                 last = max(savers, default=len(calls))
                 if last < len(calls) and graph.storages[s].last_ref <= self._gone_by(calls, last):
-                    rows.append((position, last, graph.storages[s].num_bytes))
-        born, lasts, sizes = np.array(rows, np.int64).reshape(-1, 3).T
+                    rows.append((position, last, graph.storages[s].num_bytes, s))
+                if facts.deaths[s] < at:
+                    extra[:, position + 1] += [graph.storages[s].num_bytes * (s in found) for found in sets]
+        born, lasts, sizes, names = np.array(rows, np.int64).reshape(-1, 4).T
+        is_stored = np.array([[s in found for s in names.tolist()] for found in sets], bool).reshape(len(sets), -1)
         bounds = [*(graph.calls[c].start for c in calls), graph.calls[calls[-1]].end]
-        highest = [int(self._during[a : max(b, a + 1)].max()) for a, b in pairwise(bounds)]
-        return _Stack(calls, born, lasts, sizes, np.array(highest, np.int64))
+        highest = np.array(
+            [
+                [self._highest(a, max(b, a + 1), names[(born == p) & (lasts == p) & ~stored]) for stored in is_stored]
+                for p, (a, b) in enumerate(pairwise(bounds))
+            ]
+        )
+        return _Stack(calls, born, lasts, sizes, is_stored, highest.T, np.cumsum(extra, axis=1))
+
+    def _highest(self, start: int, stop: int, dropped: Bytes) -> int:
+        """Live bytes at most between two clocks, with storages dropped when only autograd would hold them."""
+        change = np.zeros(stop - start + 1, np.int64)
+        for s in dropped.tolist():
+            storage = self._facts.graph.storages[s]
+            change[min(max(storage.last_ref, start), stop) - start] -= storage.num_bytes
+        return int((self._during[start:stop] + np.cumsum(change)[:-1]).max())
 
     def _gone_by(self, calls: Calls, last: int) -> int:
         """Clock by which a storage that a call saved last must be let go of by everybody else."""
@@ -132,23 +243,23 @@ class NestDemands:
         following = calls[last + 1] if last + 1 < len(calls) else calls[last]
         return graph.calls[following].end + 8
 
-    def _full_cost(self, call: int) -> float:
-        """Cost of running a call for what it returns and for what backward needs of it."""
-        if call not in self._full:
+    def _cost(self, call: int, stores: int) -> tuple[float, float]:
+        """Cost of running a call for what it returns and for what backward needs, and for the latter alone."""
+        if (call, stores) not in self._costs:
             graph, span = self._facts.graph, self._facts.graph.calls[call]
-            live = {*span.outputs, *(r.storage for r in self._facts.saved_in(call))}
-            total = 0.0
-            for op in reversed(graph.ops[span.start : span.end]):
-                if not op.is_view and (op.reads_value or any(s in live for s in (*op.outputs, *op.mutates))):
-                    total += self._op_cost[op.index]
-                    live.update(op.inputs)
-            self._full[call] = total
-        return self._full[call]
-
-    def _tail_cost(self, call: int) -> float:
-        """Cost of running a call up to the last tensor that backward needs of it."""
-        if call not in self._tail:
-            work = replay(self._facts.graph, RegionSpec(call), self._facts.saved_in(call))
+            kept = frozenset(self._facts.born_in(span.start, span.end)) & self._sets[span.micro_step][stores]
+            work = replay(graph, RegionSpec(call, kept, is_whole=not kept), self._facts.saved_in(call))
             around = cost_around((call,), work, self._region_cost)
-            self._tail[call] = sum(self._op_cost[index] for index in work.ops) + around
-        return self._tail[call]
+            tail = sum(self._op_cost[index] for index in work.ops)
+            self._costs[call, stores] = self._full_cost(call, kept) + around, tail + around
+        return self._costs[call, stores]
+
+    def _full_cost(self, call: int, kept: frozenset[int]) -> float:
+        graph, span = self._facts.graph, self._facts.graph.calls[call]
+        live = {*span.outputs, *(r.storage for r in self._facts.saved_in(call))} - kept
+        total = 0.0
+        for op in reversed(graph.ops[span.start : span.end]):
+            if not op.is_view and (op.reads_value or any(s in live for s in (*op.outputs, *op.mutates))):
+                total += self._op_cost[op.index]
+                live.update(s for s in op.inputs if s not in kept)
+        return total

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoremat._replay import RegionSpec, held_inputs, replay
+from autoremat._replay import Extent, RegionSpec, held_inputs, replay
+from autoremat.solve._chain import Chain, Edge, NestEdge
 from autoremat.solve._facts import Bytes, Facts
-from autoremat.solve._nests import NestDemands
+from autoremat.solve._nests import NestDemands, StoreSets, store_sets
 from autoremat.solve._options import Option, RegionCost, cost_around, enumerate_options
 from autoremat.solve._segments import Candidate, Segments, find_segments
-from autoremat.solve._table import Chain, Edge, NestEdge, Pick
-from autoremat.solve._units import Inner
+from autoremat.solve._table import Pick
+from autoremat.solve._units import Inner, moved
 
 MAX_POINTS = 40
 """Limits on stored bytes tried for a candidate that holds much of the step."""
@@ -36,12 +37,14 @@ class Problem:
         facts: The step.
         segments: Its candidates.
         options: Options of each candidate (for its first member).
+        sets: What nests may store.
         chain: The chain problem.
     """
 
     facts: Facts
     segments: Segments
     options: tuple[tuple[Option, ...], ...]
+    sets: StoreSets
     chain: Chain
 
     def regions(self, picks: Iterable[Pick]) -> tuple[RegionSpec, ...]:
@@ -55,12 +58,19 @@ class Problem:
             children = self._in_step(inside, step)
             if number < 0:
                 calls = self.segments.nests[-1 - number].members[step]
-                specs.append(RegionSpec(calls[0], then=calls[1:], children=children, is_whole=bool(children)))
+                kept = self._stored(calls, step, position)
+                is_whole = bool(children) and not kept
+                specs.append(RegionSpec(calls[0], kept, then=calls[1:], children=children, is_whole=is_whole))
             else:
                 first, member = (self.segments.candidates[number].members[i] for i in (0, step))
                 kept = moved(self.facts, first, member, self.options[number][position].kept)
                 specs.append(member.spec(kept))
         return tuple(specs)
+
+    def _stored(self, calls: Sequence[int], step: int, stores: int) -> frozenset[int]:
+        """What of a store set is born in a nest."""
+        extent = Extent(self.facts.graph, calls)
+        return frozenset(s for s in self.sets[step][stores] if self.facts.graph.storages[s].born in extent)
 
 
 def cost_of(
@@ -89,15 +99,6 @@ def costs_of(
     return totals
 
 
-def moved(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> frozenset[int]:
-    """The same stored outputs in an equal interval."""
-    graph, shift = facts.graph, target.start - source.start
-    if not shift:
-        return frozenset(kept)
-    births = ((s, graph.storages[s].born) for s in kept)
-    return frozenset(graph.ops[born + shift].outputs[graph.ops[born].outputs.index(s)] for s, born in births)
-
-
 def build_problem(facts: Facts, op_cost: Sequence[float], region_cost: RegionCost | None = None) -> Problem:
     """Find candidates and options and write the chain problem.
 
@@ -108,8 +109,9 @@ def build_problem(facts: Facts, op_cost: Sequence[float], region_cost: RegionCos
     """
     segments = find_segments(facts)
     options = _all_options(facts, segments, op_cost, region_cost)
-    chain = _Demands(facts, segments, options, op_cost, region_cost).chain()
-    return Problem(facts=facts, segments=segments, options=options, chain=chain)
+    sets = store_sets(facts, segments, options) if segments.nests else ((frozenset(),),) * len(facts.spans)
+    chain = _Demands(facts, segments, options, sets).chain(op_cost, region_cost)
+    return Problem(facts=facts, segments=segments, options=options, sets=sets, chain=chain)
 
 
 def _all_options(
@@ -147,14 +149,12 @@ class _Demands:
         facts: Facts,
         segments: Segments,
         options: Sequence[Sequence[Option]],
-        op_cost: Sequence[float],
-        region_cost: RegionCost | None,
+        sets: StoreSets,
     ) -> None:
         self.facts = facts
         self.segments = segments
         self.options = options
-        self.op_cost = op_cost
-        self.region_cost = region_cost
+        self.sets = sets
         self.clocks = segments.clocks
         self.turns = [self._backward_clocks(step) for step in range(len(segments.clocks))]
         self.during, self.between = self._with_shared_inputs()
@@ -184,16 +184,16 @@ class _Demands:
             extra[self.facts.deaths[s] : until + 1] += self.facts.graph.storages[s].num_bytes
         return self.facts.during + extra[:-1], self.facts.between + extra
 
-    def chain(self) -> Chain:
+    def chain(self, op_cost: Sequence[float], region_cost: RegionCost | None) -> Chain:
         """The chain problem."""
         num = len(self.clocks[0])
         edges: list[list[Edge]] = [[] for _ in range(num)]
         nests: list[list[NestEdge]] = [[] for _ in range(num)]
         for number, candidate in enumerate(self.segments.candidates):
             edges[candidate.start].append(self._edge(number, candidate))
-        demands = NestDemands(self.facts, self.segments, self.op_cost, self.during, self.region_cost)
+        demands = NestDemands(self.facts, self.segments, self.sets, op_cost, self.during, region_cost)
         for number, nest in enumerate(self.segments.nests):
-            nests[nest.start].append(demands.edge(number, nest))
+            nests[nest.start].extend(demands.edges(number, nest))
         steps = list(zip(self.clocks, self.turns, strict=True))
         forward = [max(self._highest(c[p], c[p + 1]) for c, _ in steps) for p in range(num - 1)]
         backward = [max(self._highest(t[p + 1], t[p]) for _, t in steps) for p in range(num - 1)]
@@ -205,7 +205,19 @@ class _Demands:
             backward=np.array(backward, np.int64),
             shift=np.array(shift, np.int64),
             required=max(self._highest(c[-1], t[-1] + 1) for c, t in steps),
+            stored=np.array([self._stored(found) for found in zip(*self.sets, strict=True)]),
         )
+
+    def _stored(self, sets: Sequence[frozenset[int]]) -> Bytes:
+        """Bytes of a store set born before each position; what the plain step frees early counts with its nests."""
+        graph, found = self.facts.graph, []
+        for clocks, (_, end), stored in zip(self.clocks, self.facts.spans, sets, strict=True):
+            turn = min((r.unpacked for r in graph.saved if r.unpacked and clocks[0] <= r.packed <= end), default=end)
+            born = sorted((graph.storages[s].born, s) for s in stored if self.facts.deaths[s] >= turn)
+            sums = np.cumsum([0, *(graph.storages[s].num_bytes for _, s in born)])
+            found.append(sums[np.searchsorted([clock for clock, _ in born], clocks)])
+        most: Bytes = np.max(found, axis=0)
+        return most
 
     def _highest(self, start: int, stop: int) -> int:
         return int(self.during[start:stop].max(initial=0))
@@ -214,10 +226,17 @@ class _Demands:
         parts = []
         for step, member in enumerate(candidate.members):
             parts.append(self._member(candidate, member, step, self.options[number]))
-        forward, backward, saved = (np.array(part) for part in zip(*parts, strict=True))
+        forward, backward, saved, stuck = (np.array(part) for part in zip(*parts, strict=True))
         cost = np.array([option.weight for option in self.options[number]]) * len(candidate.members)
-        level = self.facts.graph.calls[candidate.members[0].calls[0]].parent
-        return Edge(number, level, candidate.stop, forward.max(axis=0), backward.max(axis=0), saved.min(axis=0), cost)
+        return Edge(
+            candidate=number,
+            stop=candidate.stop,
+            forward=forward.max(axis=0),
+            backward=backward.max(axis=0),
+            saved=saved.min(axis=0),
+            cost=cost,
+            stuck=stuck.max(axis=0),
+        )
 
     def _held_inputs(self, member: Inner) -> int:
         """Bytes of arguments that only the region keeps alive."""
@@ -227,7 +246,7 @@ class _Demands:
 
     def _member(
         self, candidate: Candidate, member: Inner, step: int, options: Sequence[Option]
-    ) -> tuple[Bytes, Bytes, Bytes]:
+    ) -> tuple[Bytes, Bytes, Bytes, Bytes]:
         held = self._held_inputs(member)
         changes = np.array([option.forward for option in options])
         forward = (self.during[member.start : member.end] + changes).max(axis=1, initial=0) + held
@@ -236,4 +255,14 @@ class _Demands:
         # What runs before its recompute, and after what lies behind it, finds it dropped.
         early = self._highest(self.turns[step][candidate.stop], member.at) - freed
         backward = np.maximum(np.maximum(recompute, early), self._highest(member.at, self.turns[step][candidate.start]))
-        return forward, backward, np.array([option.saved_bytes for option in options], np.int64) - held
+        saved = np.array([option.saved_bytes for option in options], np.int64) - held
+        return forward, backward, saved, self._stuck(candidate.members[0], options)
+
+    def _stuck(self, inner: Inner, options: Sequence[Option]) -> Bytes:
+        """Bytes that options drop though a nest around stores them, for each store set: free once that is back."""
+        storages = self.facts.graph.storages
+        found = np.zeros((len(self.sets[0]), len(options)), np.int64)
+        for stores, stored in enumerate(self.sets[0]):
+            asked = (stored & inner.needed) - inner.pinned
+            found[stores] = [sum(storages[s].num_bytes for s in asked - option.kept) for option in options]
+        return found

@@ -2,14 +2,15 @@
 
 Candidates are intervals between *positions*: moments of forward at which a region may start or stop. A plan is a set of
 disjoint intervals, so it may take a block, or the attention inside it, or what lies between two of its products.
-*Nests* are spans that may be dropped as a whole and, when they come back, be dropped in parts again.
+*Nests* are calls and spans that may be dropped but for a store set (see `_nests`) and, when they come back, be dropped
+in parts again, down to any level.
 
 Backward reads what it needs in reverse order of forward: eager autograd runs nodes by falling sequence number. An
 interval for which that does not hold is left out, the smallest ones first.
 
 Known limits: a span has links throughout (each call gets a tensor that the one before returned), since anything else
 is stored anyway; the model's own call is no region, since recomputing everything at once frees nothing where it
-matters; long stacks nest between at most `MAX_CUTS` places; a nest stores nothing but its arguments.
+matters; long stacks nest between at most `MAX_CUTS` places; a nest stores one of few sets of outputs.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """An interval that may be dropped as a whole, with regions inside.
+    """An interval that may be dropped, but for what it stores, with regions inside.
 
     Attributes:
         members: Its calls in each micro-step.
@@ -275,7 +276,7 @@ def _is_reversed(facts: Facts, members: Sequence[Calls], clocks: dict[Calls, int
 def _nests(
     facts: Facts, twins: dict[int, Calls], stacks: Iterable[Calls], intervals: Sequence[Calls]
 ) -> dict[Calls, tuple[Calls, ...]]:
-    """Spans with at least two candidates in a row inside."""
+    """Calls and spans with at least two candidates in a row inside."""
     graph = facts.graph
     starts = sorted((graph.calls[c[0]].start, graph.calls[c[-1]].end) for c in intervals)
 
@@ -290,6 +291,7 @@ def _nests(
         step = -(-len(stack) // MAX_CUTS)
         cuts = [*range(0, len(stack), step), len(stack)]
         wanted += [stack[a:b] for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
+        wanted += [(call,) for call in stack]
     return _in_reverse_order(facts, _possible(facts, twins, filter(has_parts, wanted)))
 
 

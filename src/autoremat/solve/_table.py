@@ -1,17 +1,20 @@
 """Across regions: what the rest of a step costs from every position, for every amount of memory, in one table.
 
-A plan is a path through the positions of forward: an edge leads over an interval that is a region with one option, or
-over one that is none (*plain*), or over a *nest*, which is dropped as a whole and, when backward comes to it, is run
-again and then treated as a step of its own. With ``m`` the limit plus what regions behind a position have freed, an
-edge demands that ``m`` is at least what live bytes would be if nothing before it were freed; so one table over ``m``
-holds the answer for all limits at once:
+With ``m`` the limit plus what regions behind a position have freed, a way on from it (see `_chain`) demands that ``m``
+is at least what live bytes would be if nothing before it were freed; so one table over ``m`` holds the answer for all
+limits at once:
 
-    V(p, m) = min over edges p -> q of cost + V(q, m + saved), where the edge's demand is at most m
+    V(p, m) = min over ways p -> q of cost + V(q, m + saved), where the demand of the way is at most m
 
 and a nest ``p -> q`` costs its own forward, plus the table of the part that ends at ``q``, whose forward happens at the
-moment of backward. The table rounds sums of bytes down. When a plan is read off they are carried exactly, and so is the
-least memory from which each position can reach the end: slots can hide a cheaper plan, never admit one that does not
-fit, and hide none where there is only one.
+moment of backward, with all that the nest stores alive from its start to its end.
+
+The tables of a part count memory from what it needs there, so those of equal stretches are equal: they are found by
+content, filled once and shared. Stretches of equal layers thus differ by length only.
+
+Tables round sums of bytes down. When a plan is read off they are carried exactly, and so is the least memory from which
+each position can reach the end: slots can hide a cheaper plan, never admit one that does not fit, and hide none where
+there is only one.
 
 Sources: planner formulations 2 and 3 (Beaumont et al., rotor), with intervals that overlap, options in each, and the
 limit as a dimension of the table.
@@ -19,101 +22,23 @@ limit as a dimension of the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from autoremat.solve._chain import PLAIN, Chain, Costs, Ways
 from autoremat.solve._facts import Bytes
 
 NUM_SLOTS = 1024
-Costs = npt.NDArray[np.float64]
+_ANY = -(1 << 60)
+"""Memory needed where nothing is."""
 Pick = tuple[int, int, tuple["Pick", ...]]
-"""A region: candidate (or -1 - nest), option, and the regions inside it."""
+"""A region: candidate (or -1 - nest), option (or store set), and the regions inside it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """A candidate as a way from one position to a later one.
-
-    Attributes:
-        candidate: Which candidate it makes a region.
-        level: Calls of one parent are of one level.
-        stop: Position that it reaches.
-        forward: Memory that each option demands in forward if nothing is freed before, bytes.
-        backward: The same in backward, its recompute included.
-        saved: Bytes that each option frees; negative if it holds more than the plain step.
-        cost: Cost of each option.
-    """
-
-    candidate: int
-    level: int
-    stop: int
-    forward: Bytes
-    backward: Bytes
-    saved: Bytes
-    cost: Costs
-
-
-@dataclass(frozen=True, slots=True)
-class NestEdge:
-    """An interval that is dropped as a whole, with regions inside.
-
-    Attributes:
-        number: -1 - n for the n-th nest.
-        level: Calls of one parent are of one level.
-        stop: Position that it reaches.
-        forward: Memory that its first run demands with each option, bytes.
-        saved: Bytes that each option frees.
-        held: Bytes that it holds until its recompute although the plain step frees them.
-        cost: Cost of running it again with each option, without what is recomputed inside.
-    """
-
-    number: int
-    level: int
-    stop: int
-    forward: Bytes
-    saved: Bytes
-    held: int
-    cost: Costs
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """The problem, by position.
-
-    Attributes:
-        edges: Candidates that start at each position.
-        nests: Nests that start at each position.
-        forward: What the plain step demands from each position to the next in forward, bytes.
-        backward: The same in backward.
-        shift: How much more is alive when backward reaches a position than when forward did, in the plain step.
-        required: What the turn from forward to backward demands.
-    """
-
-    edges: tuple[tuple[Edge, ...], ...]
-    nests: tuple[tuple[NestEdge, ...], ...]
-    forward: Bytes
-    backward: Bytes
-    shift: Bytes
-    required: int
-
-    @property
-    def last(self) -> int:
-        """The last position."""
-        return len(self.forward)
-
-    def highest(self) -> int:
-        """Memory with which nothing is demanded in vain."""
-        shift = max(0, int(self.shift.max(initial=0)))
-        demands = [self.required, int(self.forward.max(initial=0)) + shift, int(self.backward.max(initial=0))]
-        for edge in (edge for edges in self.edges for edge in edges):
-            demands += [int(edge.forward.max()) + shift, int(edge.backward.max())]
-        return max(demands)
-
-
 class _Part:
     """A stretch of positions that is run forward and backward: the whole step, or a nest when it comes back.
 
@@ -121,20 +46,41 @@ class _Part:
 
     Attributes:
         end: Position at which it ends.
-        level: Level of the regions inside a nest; None for the whole step, which has regions of all levels.
-        shift: What is alive besides, when it runs again, bytes.
-        values: Least cost to the end, by position and slot.
-        needs: Least memory from which the end can be reached, by position; exact.
+        first: Position at which the longest of its nests starts.
+        stores: Its store set; None for the whole step.
+        row: Its row in the arrays of `Table`.
+        extra: What is alive besides in its forward, by position, bytes: what lives when it runs again, and what the
+            nest stores from here on.
     """
 
-    __slots__ = ("end", "level", "needs", "shift", "values")
+    end: int
+    first: int
+    stores: int | None
+    row: int
+    extra: Bytes
 
-    def __init__(self, end: int, shift: int, level: int | None) -> None:
-        self.end = end
-        self.shift = shift
-        self.level = level
-        self.values: dict[int, Costs] = {}
-        self.needs: dict[int, int] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """The ways on from a position of one part; memory counts from the level of a part at a position.
+
+    Attributes:
+        ways: The ways; a part takes as many of them as are listed here.
+        demand: Least memory with which each can be taken and the end be reached.
+        gain: Memory at the position reached less memory here.
+        behind: State at the position reached.
+        nests: Which of them are nests.
+        inner_gain: Memory at the start of the part inside less memory here, for each nest.
+        inside: State at the start of the part inside, for each nest.
+    """
+
+    ways: Ways
+    demand: Bytes
+    gain: Bytes
+    behind: Bytes
+    nests: Bytes
+    inner_gain: Bytes
+    inside: Bytes
 
 
 class Table:
@@ -147,91 +93,107 @@ class Table:
 
     def __init__(self, chain: Chain, *, num_slots: int = NUM_SLOTS) -> None:
         self.chain = chain
-        self.num_slots = num_slots
-        self._slots = np.arange(num_slots)
-        starts = {
-            (nest.stop, nest.level): position
-            for position in range(chain.last, -1, -1)
-            for nest in chain.nests[position]
-        }
-        self._parts = {key: _Part(key[0], int(chain.shift[key[0]]), key[1]) for key in sorted(starts)}
-        self._whole = _Part(chain.last, 0, None)
-        stretches = [*((part, starts[key]) for key, part in self._parts.items()), (self._whole, 0)]
-        for part, first in stretches:
-            self._find_needs(part, first)
-        self.smallest_limit = self._whole.needs[0]
-        self.low = min(part.needs[first] for part, first in stretches)
-        self.width = max(1, -(-(chain.highest() + 1 - self.low) // (num_slots - 1)))
-        for part, first in stretches:
-            self._fill(part, first)
+        self._ways = [Ways(chain, position) for position in range(chain.last)]
+        starts: dict[tuple[int, int], int] = {}
+        for position in range(chain.last - 1, -1, -1):
+            starts |= {(nest.stop, nest.stores): position for nest in chain.nests[position]}
+        self._parts = [self._part(key, first, row) for row, (key, first) in enumerate(sorted(starts.items()))]
+        self._whole = _Part(chain.last, 0, None, len(self._parts), np.zeros(chain.last + 1, np.int64))
+        self._row_of = {(part.end, part.stores): part.row for part in self._parts}
+        shape = (len(self._parts) + 1, chain.last + 1)
+        self._level, self._state = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        lowest = min((int(np.maximum(w.forward, w.backward).min()) for w in self._ways[:1]), default=chain.required)
+        self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
+        self._values: list[Costs] = []
+        self._need: list[int] = []
+        self._top: list[int] = []
+        self._known: dict[tuple[bytes, ...], int] = {}
+        self._nothing = self._add(np.zeros(1), _ANY, _ANY)
+        for part in (*self._parts, self._whole):
+            self._fill(part)
+        self.smallest_limit = self._need[self._state[-1, 0]] + int(self._level[-1, 0])
+        self._flat, self._needs = np.concatenate(self._values), np.array(self._need, np.int64)
+        self._last = np.cumsum([len(values) for values in self._values]) - 1
+        self._start = np.concatenate([[0], self._last[:-1] + 1])
+
+    def _part(self, key: tuple[int, int], first: int, row: int) -> _Part:
+        chain, (end, stores) = self.chain, key
+        extra = chain.shift[end] + chain.stored[stores, end] - chain.stored[stores, : end + 1]
+        return _Part(end, first, stores, row, extra)
 
     # -- filling ----------------------------------------------------------------------------------------------
 
-    def _find_needs(self, part: _Part, first: int) -> None:
-        """Least memory from each position: of every edge, what it demands or what is to be left behind it."""
-        chain = self.chain
-        part.needs[part.end] = chain.required if part.level is None else 0
-        for position in range(part.end - 1, first - 1, -1):
-            demand = max(int(chain.forward[position]) + part.shift, int(chain.backward[position]))
-            needs = [max(demand, part.needs[position + 1])]
-            for edge in chain.edges[position]:
-                if self._is_inside(part, edge):
-                    demands = np.maximum(edge.forward + part.shift, edge.backward)
-                    needs.append(int(np.maximum(demands, part.needs[edge.stop] - edge.saved).min()))
-            for nest in chain.nests[position]:
-                if self._is_inside(part, nest):
-                    inside = self._parts[nest.stop, nest.level].needs[position] + nest.held
-                    demands = np.maximum(nest.forward + part.shift, inside)
-                    needs.append(int(np.maximum(demands, part.needs[nest.stop] - nest.saved).min()))
-            part.needs[position] = min(needs)
+    def _fill(self, part: _Part) -> None:
+        """Find the states of a part from its end, each that is new by content."""
+        self._level[part.row, : part.end + 1] = part.extra
+        self._level[part.row, : part.end] += self.chain.forward[: part.end]
+        if part is self._whole:
+            self._state[part.row, part.end] = self._add(np.zeros(1), self.chain.required, self.chain.required)
+        else:
+            # Nothing is needed there: with its level, too, a part's states depend on what is between, not on where.
+            self._level[part.row, part.end] = self._level[part.row, part.end - 1]
+            self._state[part.row, part.end] = self._nothing
+        for position in range(part.end - 1, part.first - 1, -1):
+            moves = self._moves(part, position)
+            key = (
+                *(numbers.tobytes() for numbers in (moves.demand, moves.gain, moves.behind)),
+                *(numbers.tobytes() for numbers in (moves.nests, moves.inner_gain, moves.inside)),
+                moves.ways.cost[: len(moves.demand)].tobytes(),
+            )
+            if key not in self._known:
+                self._known[key] = self._solve(moves)
+            self._state[part.row, position] = self._known[key]
 
-    def _slot(self, memory: int | Bytes) -> Any:
-        """The last slot with at most this much memory."""
-        return (memory - self.low) // self.width
+    def _add(self, values: Costs, need: int, top: int) -> int:
+        """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
+        self._values.append(values)
+        self._need.append(need)
+        self._top.append(top)
+        return len(self._values) - 1
 
-    def _first_slot(self, demand: int | Bytes) -> Any:
-        """The first slot with at least this much memory."""
-        return -((self.low - demand) // self.width)
+    def _moves(self, part: _Part, position: int) -> _Moves:
+        ways = self._ways[position]
+        # Nothing that stops where a nest does is a region inside it. The plain step always goes on.
+        num = len(ways.stop) if part is self._whole else max(1, int(np.searchsorted(ways.stop, part.end)))
+        stop, saved, level = ways.stop[:num], ways.saved[:num], self._level[part.row]
+        if part.stores is not None:
+            saved = saved - ways.stuck[part.stores, :num]
+        gain = saved + level[position] - level[stop]
+        behind = self._state[part.row, stop]
+        demand = np.maximum(ways.forward[:num] + part.extra[position], ways.backward[:num]) - level[position]
+        demand = np.maximum(demand, self._needed(behind) - gain)
+        nests = ways.nests[: np.searchsorted(ways.nests, num)]
+        rows = [self._row_of[key] for key in zip(stop[nests].tolist(), ways.option[nests].tolist(), strict=True)]
+        inner_gain = level[position] - self._level[rows, position] - ways.held[nests]
+        inside = self._state[rows, position]
+        demand[nests] = np.maximum(demand[nests], self._needed(inside) - inner_gain)
+        return _Moves(ways, demand, gain, behind, nests, inner_gain, inside)
 
-    def _fill(self, part: _Part, first: int) -> None:
-        chain = self.chain
-        end = np.zeros(self.num_slots)
-        end[: max(0, self._first_slot(part.needs[part.end]))] = np.inf
-        part.values[part.end] = end
-        for position in range(part.end - 1, first - 1, -1):
-            demand = max(int(chain.forward[position]) + part.shift, int(chain.backward[position]))
-            best = part.values[position + 1].copy()
-            best[: max(0, self._first_slot(demand))] = np.inf
-            for edge in chain.edges[position]:
-                if self._is_inside(part, edge):
-                    demands = np.maximum(edge.forward + part.shift, edge.backward)
-                    np.minimum(best, self._behind(part, edge, self._first_slot(demands)), out=best)
-            for nest in chain.nests[position]:
-                if self._is_inside(part, nest):
-                    np.minimum(best, self._over_nest(part, position, nest), out=best)
-            part.values[position] = best
+    def _needed(self, states: Bytes) -> Bytes:
+        return np.array([self._need[state] for state in states.tolist()], np.int64)
 
-    def _behind(self, part: _Part, edge: Edge | NestEdge, first: Bytes) -> Costs:
-        """Least cost to the end over an edge, by slot; each option from its first slot on."""
-        moves = edge.saved // self.width
-        index = np.clip(self._slots[None, :] + moves[:, None], 0, self.num_slots - 1)
-        values = part.values[edge.stop][index] + edge.cost[:, None]
-        values[self._slots[None, :] < np.maximum(first, -moves)[:, None]] = np.inf
-        best: Costs = values.min(axis=0)
-        return best
-
-    def _over_nest(self, part: _Part, position: int, nest: NestEdge) -> Costs:
-        behind = self._behind(part, nest, self._first_slot(nest.forward + part.shift))
-        inside = self._parts[nest.stop, nest.level].values[position]
-        back = -(-nest.held // self.width)
-        values: Costs = behind + inside[np.clip(self._slots - back, 0, self.num_slots - 1)]
-        values[:back] = np.inf
-        return values
-
-    @staticmethod
-    def _is_inside(part: _Part, edge: Edge | NestEdge) -> bool:
-        """Whether an interval may be a region of a part."""
-        return part.level is None or (edge.level == part.level and edge.stop < part.end)
+    def _solve(self, moves: _Moves) -> int:
+        """Least cost by slot over all ways on."""
+        need = int(moves.demand.min())
+        top = max(int(moves.demand[0]), self._top[moves.behind[0]] - int(moves.gain[0]))
+        num_slots = -(-(top - need) // self.width) + 1
+        first = -((need - moves.demand) // self.width)
+        shift = (need + moves.gain - self._needed(moves.behind)) // self.width
+        inner_shift = (need + moves.inner_gain - self._needed(moves.inside)) // self.width
+        nests = dict(
+            zip(moves.nests.tolist(), zip(inner_shift.tolist(), moves.inside.tolist(), strict=True), strict=True)
+        )
+        best = np.full(num_slots, np.inf)
+        lists = (first.tolist(), shift.tolist(), moves.behind.tolist(), moves.ways.cost.tolist())
+        for way, (start, move, behind, cost) in enumerate(zip(*lists, strict=False)):
+            if start >= num_slots:
+                continue
+            parts = [(self._values[behind], start + move)]
+            if way in nests:
+                inner_move, inside = nests[way]
+                parts.append((self._values[inside], start + inner_move))
+            _lower(best, start, cost, parts)
+        return self._add(best, need, top)
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -239,71 +201,46 @@ class Table:
         """The regions of the plan for a limit, in order of execution; None if there is none."""
         if limit_bytes < self.smallest_limit:
             return None
-        return tuple(self._walk(self._whole, 0, limit_bytes))
+        return tuple(self._walk(self._whole, 0, limit_bytes - int(self._level[-1, 0])))
 
     def _walk(self, part: _Part, position: int, memory: int) -> Iterator[Pick]:
+        """Regions from a position on, with so much memory above the level there."""
         while position < part.end:
-            way = min(self._ways(part, position, memory), key=lambda way: (way.cost, way.own_cost, -way.left, way.stop))
-            if way.number is not None:
-                inner = () if way.nest is None else self._walk(self._parts[way.stop, way.nest], position, way.inside)
-                yield way.number, way.option, tuple(inner)
-            position, memory = way.stop, memory + way.saved
+            moves = self._moves(part, position)
+            fits = np.flatnonzero(moves.demand <= memory)
+            own = moves.ways.cost[: len(moves.demand)].copy()
+            own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
+            own, left = own[fits], memory + moves.gain[fits] - self._needs[moves.behind[fits]]
+            cost = own + self._cost(moves.behind[fits], memory + moves.gain[fits])
+            way = int(fits[np.lexsort((moves.ways.stop[fits], -left, own, cost))[0]])
+            number, stop, option = (
+                int(found[way]) for found in (moves.ways.number, moves.ways.stop, moves.ways.option)
+            )
+            if number >= 0:
+                yield number, option, ()
+            elif number != PLAIN:
+                inner = self._parts[self._row_of[stop, option]]
+                inner_gain = int(moves.inner_gain[np.searchsorted(moves.nests, way)])
+                yield number, option, tuple(self._walk(inner, position, memory + inner_gain))
+            position, memory = stop, memory + int(moves.gain[way])
 
-    def _ways(self, part: _Part, position: int, memory: int) -> Iterator[_Way]:
-        """Every edge that fits and from which the end can be reached."""
-        chain = self.chain
-        demand = max(int(chain.forward[position]) + part.shift, int(chain.backward[position]))
-        left = memory - part.needs[position + 1]
-        if demand <= memory and left >= 0:
-            yield _Way(float(self._at(part, position + 1, memory)), 0.0, left, position + 1)
-        for edge in chain.edges[position]:
-            if self._is_inside(part, edge):
-                demands = np.maximum(edge.forward + part.shift, edge.backward)
-                yield from self._way(part, edge, edge.candidate, demands <= memory, memory)
-        for nest in chain.nests[position]:
-            inside, nested = memory - nest.held, self._parts[nest.stop, nest.level]
-            if self._is_inside(part, nest) and inside >= nested.needs[position]:
-                extra, fits = float(self._at(nested, position, inside)), nest.forward + part.shift <= memory
-                for way in self._way(part, nest, nest.number, fits, memory, extra=extra):
-                    yield way._replace(inside=inside, nest=nest.level)
-
-    def _at(self, part: _Part, position: int, memory: int | Bytes) -> Any:
-        return part.values[position][self._clipped(memory)]
-
-    def _clipped(self, memory: int | Bytes) -> Any:
-        return np.clip(self._slot(memory), 0, self.num_slots - 1)
-
-    def _way(
-        self,
-        part: _Part,
-        edge: Edge | NestEdge,
-        number: int,
-        fits: npt.NDArray[np.bool_],
-        memory: int,
-        *,
-        extra: float = 0.0,
-    ) -> Iterator[_Way]:
-        """The option of an edge from which the end costs least, if there is one."""
-        left = memory + edge.saved - part.needs[edge.stop]
-        possible = np.flatnonzero(fits & (left >= 0))
-        if len(possible):
-            own = edge.cost[possible] + extra
-            costs = own + self._at(part, edge.stop, memory + edge.saved[possible])
-            best = int(np.lexsort((-left[possible], own, costs))[0])
-            option = int(possible[best])
-            saved, left_over = int(edge.saved[option]), int(left[option])
-            yield _Way(float(costs[best]), float(own[best]), left_over, edge.stop, saved, number, option)
+    def _cost(self, states: Bytes, memory: Bytes) -> Costs:
+        slot = np.maximum((memory - self._needs[states]) // self.width, 0)
+        found: Costs = self._flat[np.minimum(self._start[states] + slot, self._last[states])]
+        return found
 
 
-class _Way(NamedTuple):
-    """One step of a plan: cost to the end and by itself, memory to spare, where it leads, and the level of a nest."""
+def _lower(best: Costs, start: int, cost: float, parts: Sequence[tuple[Costs, int]]) -> None:
+    """Take sums of costs from a slot on where they are lower; each part from its own slot, its last stands for more.
 
-    cost: float
-    own_cost: float
-    left: int
-    stop: int
-    saved: int = 0
-    number: int | None = None
-    option: int = 0
-    inside: int = 0
-    nest: int | None = None
+    Costs fall from slot to slot, so nothing is gained where what is left at the end of the parts is not less.
+    """
+    if cost + sum(values[-1] for values, _ in parts) >= best[start]:
+        return
+    edges = sorted({start, *(min(max(start + len(v) - 1 - at, start), len(best)) for v, at in parts), len(best)})
+    for low, high in pairwise(edges):
+        total: Costs | float = cost
+        for values, at in parts:
+            slot = at + low - start
+            total = total + (values[slot : slot + high - low] if slot < len(values) - 1 else values[-1])
+        np.minimum(best[low:high], total, out=best[low:high])

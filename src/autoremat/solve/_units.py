@@ -7,7 +7,7 @@ of `_replay.replay`, which has the last word on the cost of an option.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoremat._replay import Extent, RegionSpec, is_uncounted
@@ -71,6 +71,15 @@ class Inner:
     def is_free(self, storage: int) -> bool:
         """Whether keeping a storage takes no bytes that count."""
         return storage in self.pinned and (storage in self.needed or self.deaths[storage] >= self.at)
+
+
+def moved(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> frozenset[int]:
+    """The same stored outputs in an equal interval."""
+    graph, shift = facts.graph, target.start - source.start
+    if not shift:
+        return frozenset(kept)
+    births = ((s, graph.storages[s].born) for s in kept)
+    return frozenset(graph.ops[born + shift].outputs[graph.ops[born].outputs.index(s)] for s, born in births)
 
 
 def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Unit]:

@@ -1,0 +1,157 @@
+"""The chain problem: a step as positions, and the regions that lead from one to another.
+
+A plan is a path through the positions of forward: an edge leads over an interval that is a region with one option, or
+over one that is none (*plain*), or over a *nest*, which is dropped but for what it stores and, when backward comes to
+it, is run again and then treated as a step of its own. What nests may store is one of a few *store sets*, each a set
+of forward's results; a nest stores those of a set that are born in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autoremat.solve._facts import Bytes
+
+Costs = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A candidate as a way from one position to a later one.
+
+    Attributes:
+        candidate: Which candidate it makes a region.
+        stop: Position that it reaches.
+        forward: Memory that each option demands in forward if nothing is freed before, bytes.
+        backward: The same in backward, its recompute included.
+        saved: Bytes that each option frees; negative if it holds more than the plain step.
+        cost: Cost of each option.
+        stuck: For each store set, bytes that each option does not free inside a nest that stores the set.
+    """
+
+    candidate: int
+    stop: int
+    forward: Bytes
+    backward: Bytes
+    saved: Bytes
+    cost: Costs
+    stuck: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NestEdge:
+    """An interval that is dropped but for one store set, with regions inside.
+
+    Attributes:
+        number: -1 - n for the n-th nest.
+        stores: Which store set.
+        stop: Position that it reaches.
+        forward: Memory that its first run demands, bytes.
+        saved: Bytes that it frees.
+        held: Bytes that it holds until its recompute although the plain step frees them.
+        cost: Cost of running it again, without what is recomputed inside.
+        stuck: For each store set, bytes that it does not free inside a nest that stores the set.
+    """
+
+    number: int
+    stores: int
+    stop: int
+    forward: int
+    saved: int
+    held: int
+    cost: float
+    stuck: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The problem, by position.
+
+    Attributes:
+        edges: Candidates that start at each position.
+        nests: Nests that start at each position.
+        forward: What the plain step demands from each position to the next in forward, bytes.
+        backward: The same in backward.
+        shift: How much more is alive when backward reaches a position than when forward did, in the plain step.
+        required: What the turn from forward to backward demands.
+        stored: For each store set, its bytes that are born before each position.
+    """
+
+    edges: tuple[tuple[Edge, ...], ...]
+    nests: tuple[tuple[NestEdge, ...], ...]
+    forward: Bytes
+    backward: Bytes
+    shift: Bytes
+    required: int
+    stored: Bytes
+
+    @property
+    def last(self) -> int:
+        """The last position."""
+        return len(self.forward)
+
+    def highest(self) -> int:
+        """Memory with which nothing is demanded in vain."""
+        shift = max(0, int(self.shift.max(initial=0))) + int(self.stored.max(initial=0))
+        demands = [self.required, int(self.forward.max(initial=0)) + shift, int(self.backward.max(initial=0))]
+        for edge in (edge for edges in self.edges for edge in edges):
+            demands += [int(edge.forward.max()) + shift, int(edge.backward.max())]
+        return max(demands)
+
+
+class Ways:
+    """Everything that leads on from one position, as arrays, by the position that it reaches; the plain step first.
+
+    Attributes:
+        stop: Position reached.
+        number: Candidate, or -1 - nest; for the plain step `PLAIN`.
+        option: Option of the candidate, or store set of the nest.
+        forward: Memory demanded in forward, bytes.
+        backward: Memory demanded in backward; 0 for nests.
+        saved: Bytes freed.
+        stuck: Bytes not freed inside nests, by store set.
+        held: Bytes that a nest holds.
+        cost: Cost, of nests without what is inside.
+        nests: Which of the ways are nests.
+    """
+
+    __slots__ = ("backward", "cost", "forward", "held", "nests", "number", "option", "saved", "stop", "stuck")
+
+    def __init__(self, chain: Chain, position: int) -> None:
+        zero, never = np.zeros(1, np.int64), np.zeros((len(chain.stored), 1), np.int64)
+        demand = chain.forward[position : position + 1], chain.backward[position : position + 1]
+        rows: list[tuple[int, int, tuple[Bytes, ...], Costs]] = [
+            (position + 1, PLAIN, (zero, *demand, zero, zero, never), np.zeros(1))
+        ]
+        for edge in chain.edges[position]:
+            options = np.arange(len(edge.cost))
+            parts: tuple[Bytes, ...] = (
+                options,
+                edge.forward,
+                edge.backward,
+                edge.saved,
+                np.zeros_like(options),
+                edge.stuck,
+            )
+            rows.append((edge.stop, edge.candidate, parts, edge.cost))
+        for nest in chain.nests[position]:
+            numbers = (nest.stores, nest.forward, 0, nest.saved, nest.held)
+            parts = (*(np.array([number], np.int64) for number in numbers), nest.stuck[:, None])
+            rows.append((nest.stop, nest.number, parts, np.array([nest.cost])))
+        rows.sort(key=lambda row: row[0])
+        sizes = [len(row[-1]) for row in rows]
+        self.stop = np.repeat(np.array([row[0] for row in rows], np.int64), sizes)
+        self.number = np.repeat(np.array([row[1] for row in rows], np.int64), sizes)
+        columns = zip(*(row[2] for row in rows), strict=True)
+        self.option, self.forward, self.backward, self.saved, self.held, self.stuck = (
+            np.concatenate(found, axis=-1) for found in columns
+        )
+        self.cost = np.concatenate([row[3] for row in rows])
+        self.nests = np.flatnonzero((self.number < 0) & (self.number != PLAIN))
+
+
+PLAIN = -(1 << 62)
+"""Number of the way on which the next step is no region."""
