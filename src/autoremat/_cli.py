@@ -36,6 +36,7 @@ from autoremat._cli_options import (
     ShardOption,
     TargetOption,
 )
+from autoremat._cli_run import run as run_command
 from autoremat._cli_support import (
     autocast_of,
     budget_bytes,
@@ -480,3 +481,8 @@ def demo(
         console.print(f"[bold red]Promise not kept:[/] {failure}.")
     if result.failures:
         raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+app.command(name="run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
+    run_command
+)
