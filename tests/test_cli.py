@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
 import typer
 
 import synthetic
-from autoremat import Plan, __main__, get_target, plan_schema, target_names
+from autoremat import Plan, __main__, _cli_complete, _cli_teach, get_target, plan_schema, target_names
 from autoremat._cli import app
+from autoremat._model_states import optimizer_factory
+from autoremat._step import Precision
 
 MODELS = """
 import itertools
@@ -78,8 +83,8 @@ def run(monkeypatch, capsys):
 
 
 OPTIONS = {
-    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --json --objective "
-    "--optimizer --output --precision --scaler --seq --shard --target -o model",
+    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --dry-run --ema --json "
+    "--no-dry-run --objective --optimizer --output --precision --scaler --seq --shard --target -o model",
     "frontier": "--accumulate --batch --classic --ddp --ema --json --objective --optimizer --output --points "
     "--precision --scaler --seq --shard --target -o model",
     "why": "--accumulate --batch --budget --json --objective --optimizer --plan --precision --seq --step --target "
@@ -97,6 +102,9 @@ OPTIONS = {
     "calibrate": "--dtypes --json",
     "presets": "",
     "demo": "--report --steps",
+    "profile": "--accumulate --allocator --batch --budget --clip-grad-norm --dry-run --ema --json --optimizer --plan "
+    "--precision --scaler --seq --target model",
+    "run": "--budget --monitor --on-oom --plan --save-plan arguments script",
 }
 
 
@@ -425,3 +433,68 @@ def test_calibrate_prints_what_it_measured(run, monkeypatch):
     assert "100 GFLOP/s" in out
     code, out, _ = run("calibrate", "--json")
     assert json.loads(out)["num_threads"] == 1
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_help_has_an_example_that_parses_and_explains_words(run, name):
+    code, out, _ = run(name, "--help")
+    said = " ".join(out.split())
+    assert code == 0
+    example, words = _cli_teach.LESSONS[name]
+    assert f"Example: {example}" in said
+    assert all(word in _cli_teach.WORDS for word in words)
+    assert all(f"{word}: " in said for word in words)
+    command = typer.main.get_command(app).commands[name]
+    arguments = shlex.split(example)
+    assert arguments[:2] == ["autoremat", name]
+    command.make_context(name, arguments[2:])
+
+
+def test_the_shell_offers_models_functions_and_names(models, tmp_path, monkeypatch):
+    assert "llama-3-8b" in _cli_complete.complete_model("llama")
+    assert _cli_complete.complete_model(f"{models}:w") == [f"{models}:without_loss", f"{models}:wrong_batch"]
+    monkeypatch.chdir(tmp_path)
+    assert "cli_models.py:" in _cli_complete.complete_model("cli")
+    assert _cli_complete.complete_model("none.py:") == []
+    assert _cli_complete.complete_target("rtx30") == [n for n in target_names() if n.startswith("rtx30")] != []
+    assert _cli_complete.complete_precision("amp") == ["amp-bf16", "amp-fp16"]
+    assert "sgd-momentum" in _cli_complete.complete_optimizer("sgd")
+    for name in _cli_complete.PRECISION_NAMES:
+        Precision.parse(name)
+    for name in _cli_complete.OPTIMIZER_NAMES[:-1]:
+        optimizer_factory(name)
+
+
+def test_errors_say_where_to_read_on(run, models):
+    _, _, err = run("plan", f"{models}:chain", "--budget", "1MB")
+    assert err.rstrip().endswith("more: docs/memory.md")
+    root = Path(__file__).parent.parent
+    assert all((root / page).exists() for _, _, page in __main__.PAGES)
+
+
+def test_profile_shows_memory_by_cause_plain_planned_and_run_dry(run, models):
+    code, out, err = run("profile", f"{models}:chain")
+    assert (code, err) == (0, "")
+    assert "optimizer state" in out
+    assert "most in backward" in out
+    assert "planned" not in out
+    found = {}
+    for dry in ((), ("--dry-run",)):
+        code, out, _ = run("profile", f"{models}:chain", "--budget", BUDGET, "--json", *dry)
+        assert code == 0
+        found[bool(dry)] = json.loads(out)
+    for one in found.values():
+        assert one["planned"]["peak_bytes"] <= 2_200_000 < one["plain"]["peak_bytes"]
+        assert sum(one["planned"]["peak_by_cause"].values()) == one["planned"]["peak_bytes"]
+    assert found[True]["is_dry_run"]
+    assert found[True]["planned"]["peak_bytes"] == found[False]["planned"]["peak_bytes"]
+    code, _, err = run("profile", f"{models}:chain", "--dry-run")
+    assert (code, "needs a plan" in err) == (2, True)
+
+
+def test_measure_says_nothing_on_stderr_even_for_torch(models):
+    command = [sys.executable, "-m", "autoremat", "measure", f"{models}:chain", "--budget", BUDGET, "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0
+    assert "USDT" not in done.stderr

@@ -6,9 +6,26 @@ import os
 import sys
 
 from autoremat._cli import app
-from autoremat._errors import AutorematError
+from autoremat._errors import AutorematError, BudgetError, BudgetInfeasible
 
 EXIT_ERROR = 2
+
+
+PAGES = (
+    ("run", AutorematError, "docs/howto/run.md"),
+    ("", BudgetInfeasible, "docs/memory.md"),
+    ("", BudgetError, "docs/memory.md"),
+    ("calibrate", AutorematError, "docs/targets.md"),
+    ("targets", AutorematError, "docs/targets.md"),
+)
+"""Where to read on: for a command ("" for any) and a kind of error."""
+
+
+def _page_for(error: AutorematError) -> str:
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    pages = (page for name, kind, page in PAGES if name in {"", command} and isinstance(error, kind))
+    page = next(pages, None)
+    return "" if page is None else f"more: {page}\n"
 
 
 def main() -> None:
@@ -17,7 +34,7 @@ def main() -> None:
     try:
         app(prog_name="autoremat")
     except AutorematError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {error}\n{_page_for(error)}")
         sys.exit(EXIT_ERROR)
 
 

@@ -36,6 +36,7 @@ from autoremat._cli_options import (
     ShardOption,
     TargetOption,
 )
+from autoremat._cli_profile import profile
 from autoremat._cli_run import run as run_command
 from autoremat._cli_support import (
     autocast_of,
@@ -54,6 +55,7 @@ from autoremat._cli_support import (
     write_frontier,
     write_text,
 )
+from autoremat._cli_teach import teach
 from autoremat._errors import UsageError
 from autoremat._plan import Plan
 from autoremat._targets import get_target, target_names
@@ -64,9 +66,8 @@ app = typer.Typer(
     name="autoremat",
     help="Automatic activation checkpointing for PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 
@@ -89,6 +90,9 @@ def plan(
     ema: EmaOption = False,
     ddp: DdpOption = False,
     shard: ShardOption = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Run the plan on fake tensors before it is shown, and promise the peak of that.")
+    ] = True,
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -113,6 +117,7 @@ def plan(
             scaler=scaler,
             ema=ema,
             parallel=parallel,
+            dry_run=dry_run,
         )
     if output is not None:
         write_text(made.to_json(), output, what="plan")
@@ -486,3 +491,5 @@ def demo(
 app.command(name="run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
     run_command
 )
+app.command()(profile)
+teach(app)
