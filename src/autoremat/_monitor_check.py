@@ -135,7 +135,9 @@ def gradient_norm(gradients: list[Tensor | None]) -> Tensor:
         return torch.zeros(())
     first = dense[0].device
     norms = torch._foreach_norm([g.detach() for g in dense])
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(first, torch.float32) for n in norms]))
+    if any(n.dtype != torch.float32 or n.device != first for n in norms):
+        norms = tuple([n.to(first, torch.float32) for n in norms])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
