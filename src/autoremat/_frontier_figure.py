@@ -13,6 +13,8 @@ from autoremat._units import format_bytes
 
 _HIGHEST = 1.25
 """The picture ends this much above the dearest schedule by name: the last bytes cost many times that."""
+_NEAR = 0.05
+"""Points closer than this share of the picture share a name."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -45,10 +47,10 @@ def _draw(curve: Frontier, ink: dict[str, str]) -> Any:
     axes.fill_between(peaks, [*bounds, 0], [*costs, 0], step="post", color=ink["planned"], alpha=0.12, lw=0)
     axes.plot(peaks, [*costs, 0], color=ink["planned"], lw=1.8, drawstyle="steps-post", zorder=3)
     axes.plot(peaks, [*bounds, 0], color=ink["muted"], lw=1.0, ls=":", drawstyle="steps-post")
-    _classics(axes, curve, scale, ink)
     named = [_overhead(curve, point) for point in curve.classics]
     top = min(max(costs), _HIGHEST * max(named)) if any(named) else max(costs)
     axes.set_ylim(0, 1.05 * max(top, 1.0))
+    _classics(axes, curve, scale, top, ink)
     left = min(peaks[0], *(named.peak_bytes / scale for named in curve.classics)) if curve.classics else peaks[0]
     margin = 0.03 * (peaks[-1] - left)
     axes.set_xlim(left - margin, peaks[-1] + 5 * margin)
@@ -70,16 +72,23 @@ def _style(axes: Any, ink: dict[str, str]) -> None:
     axes.tick_params(length=0, labelsize=9, labelcolor=ink["muted"])
 
 
-def _classics(axes: Any, curve: Frontier, scale: int, ink: dict[str, str]) -> None:
-    """Schedules by name; those at one place share a name."""
-    places: dict[tuple[float, float], list[str]] = {}
-    for point in curve.classics:
-        places.setdefault((point.peak_bytes / scale, _overhead(curve, point)), []).append(point.name)
-    for (x, y), names in places.items():
-        axes.plot([x], [y], "o", ms=5.5, color=ink["cause-activation"], clip_on=False, zorder=4)
-        axes.annotate(
-            ", ".join(names), (x, y), xytext=(6, 5), textcoords="offset points", **text_style(ink, "text", 8.5)
-        )
+def _classics(axes: Any, curve: Frontier, scale: int, top: float, ink: dict[str, str]) -> None:
+    """Schedules by name; those that lie close to one another are named together, at the rightmost."""
+    places = sorted((point.peak_bytes / scale, _overhead(curve, point), point.name) for point in curve.classics)
+    width = curve.plain_bytes / scale - min((x for x, _, _ in places), default=0.0)
+    groups: list[list[tuple[float, float, str]]] = []
+    for place in places:
+        last = groups[-1][-1] if groups else None
+        if last and place[0] - last[0] <= _NEAR * width and abs(place[1] - last[1]) <= _NEAR * top:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    for group in groups:
+        axes.plot(*zip(*((x, y) for x, y, _ in group), strict=True), "o", ms=5.5, color=ink["cause-activation"],
+                  clip_on=False, zorder=4)  # fmt: skip
+        names = ", ".join(name for _, _, name in group)
+        where = {"xytext": (6, 5), "textcoords": "offset points"}
+        axes.annotate(names, group[-1][:2], **where, **text_style(ink, "text", 8.5))
 
 
 def _name_lines(axes: Any, ink: dict[str, str]) -> None:
