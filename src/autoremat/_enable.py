@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -104,15 +105,6 @@ def enable(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"enable() takes a torch.nn.Module, not {type(model).__name__}.")
-    if unknown := set(trace_options) - _TRACE_OPTIONS:
-        raise UsageError(
-            f"enable() has no option {', '.join(sorted(unknown))}. Accumulation and gradients that are kept are seen; "
-            f"trace options are {', '.join(sorted(_TRACE_OPTIONS))}."
-        )
-    Precision.parse(trace_options.get("precision"))
-    if not isinstance(optimizer, Optimizer) and optimizer != FIND:
-        optimizer_factory(optimizer)
-    refuse_enabled(model)
     handles: list[Any] = []
 
     def disable() -> None:
@@ -123,21 +115,73 @@ def enable(
             _ENABLED.pop(current, None)
 
     reference = weakref.ref(model)
-    state = Enabled(
+    options = PlanOptions(target, objective, budget_is, allocator, dry_run, trace_options)
+    state = make_enabled(
         model,
-        budget_bytes=None if budget == AUTO else parse_bytes(budget),
-        reserve_bytes=None if reserve is None else parse_bytes(reserve),
-        options=PlanOptions(target, objective, budget_is, allocator, dry_run, trace_options),
+        budget,
         loss=loss,
         optimizer=optimizer,
+        reserve=reserve,
         holds_output=holds_output,
         background=background,
+        options=options,
         on_disable=disable,
     )
     handles.append(model.register_forward_pre_hook(plan_forward, prepend=True, with_kwargs=True))
     handles.append(model.register_forward_hook(explain_failure, always_call=True))
     _ENABLED[model] = state
     return model
+
+
+def make_enabled(
+    model: nn.Module,
+    budget: int | str = AUTO,
+    *,
+    loss: LossFunction | None = None,
+    optimizer: str | OptimizerFactory | Optimizer | None = FIND,
+    reserve: int | str | None = None,
+    holds_output: bool = True,
+    background: bool = False,
+    options: PlanOptions,
+    on_disable: Callable[[], None] = lambda: None,
+) -> Enabled:
+    """What `enable` keeps for a model, without the hooks: for who is told of each step in another way.
+
+    Args:
+        model: As for `enable`; the modules of another one, if that is what runs.
+        budget: As for `enable`.
+        loss: As for `enable`.
+        optimizer: As for `enable`.
+        reserve: As for `enable`.
+        holds_output: As for `enable`.
+        background: As for `enable`.
+        options: How to plan.
+        on_disable: Called when it is switched off.
+
+    Raises:
+        AutorematError: As for `enable`.
+    """
+    trace_options = options.trace_options
+    if unknown := set(trace_options) - _TRACE_OPTIONS:
+        raise UsageError(
+            f"enable() has no option {', '.join(sorted(unknown))}. Accumulation and gradients that are kept are seen; "
+            f"trace options are {', '.join(sorted(_TRACE_OPTIONS))}."
+        )
+    Precision.parse(trace_options.get("precision"))
+    if not isinstance(optimizer, Optimizer) and optimizer != FIND:
+        optimizer_factory(optimizer)
+    refuse_enabled(model)
+    return Enabled(
+        model,
+        budget_bytes=None if budget == AUTO else parse_bytes(budget),
+        reserve_bytes=None if reserve is None else parse_bytes(reserve),
+        options=options,
+        loss=loss,
+        optimizer=optimizer,
+        holds_output=holds_output,
+        background=background,
+        on_disable=on_disable,
+    )
 
 
 def enabled(model: nn.Module) -> Enabled:

@@ -151,12 +151,15 @@ class Enabled:
 
     # -- what happens at each forward ---------------------------------------------------------------------------
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, has_gradients: bool | None = None
+    ) -> None:
         """Put the right plan on the model for the call that starts; none outside of training.
 
         Args:
             args: What the model is called with.
             kwargs: Its keyword arguments.
+            has_gradients: Whether gradients are there during forward; None looks.
 
         Raises:
             AutorematError: If there is no plan for it. Weights, buffers and random state have not been touched.
@@ -170,12 +173,16 @@ class Enabled:
             args,
             kwargs,
             surroundings=(self._precision(), tuple([p.requires_grad for p in self._parameters])),
-            has_gradients=any(p.grad is not None for p in self._parameters),
+            has_gradients=any(p.grad is not None for p in self._parameters) if has_gradients is None else has_gradients,
         )
         if self._pending is not None:
             self._adopt(observed, args, kwargs)
         prepared = self._chosen.get(observed)
         self._switch(self._choose(observed, args, kwargs) if prepared is None else prepared)
+
+    def pause(self) -> None:
+        """Take the plan off until the next training step."""
+        self._switch(None)
 
     def start_forward(self) -> None:
         """Say that a forward starts, where the model itself is not called; after `before_forward`."""

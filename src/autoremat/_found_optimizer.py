@@ -31,7 +31,10 @@ def find_optimizers(model: nn.Module) -> list[Optimizer]:
     # type(), since isinstance() asks __class__, which lazy stand-ins of other packages answer by importing things.
     gc.collect()  # dead optimizers in reference cycles would be found, too
     living = [x for x in gc.get_objects() if issubclass(type(x), Optimizer) and "param_groups" in vars(x)]
-    return [x for x in living if any(id(p) in own for group in x.param_groups for p in group["params"])]
+    training = [x for x in living if any(id(p) in own for group in x.param_groups for p in group["params"])]
+    # Lightning's wrapper is an optimizer that shares the state of the one inside.
+    training.sort(key=lambda x: -len(type(x).__mro__))
+    return list({id(x.state): x for x in training}.values())
 
 
 def factory_like(optimizers: Sequence[Optimizer], model: nn.Module) -> OptimizerFactory:

@@ -1,0 +1,100 @@
+"""The smallest script of each kind, plain and with its one added line: same bits, and within the budget."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+import autoremat as ar
+from autoremat._measure import record_memory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ONE_LINE = "# <- this"
+SCRIPTS = [
+    ("train_loop", 0.8),
+    ("lightning_module", 0.85),
+    ("trainer", 0.8),
+    ("accelerate_loop", 0.85),
+    ("peft_lora", 0.75),
+]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # those of the libraries themselves
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(train, budget):
+    """What a whole training returns, with its peak: model, data and optimizer are made inside it."""
+    result, events = record_memory(lambda: train(budget))
+    return *result, max(accumulate(change for _, change in events))
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator():
+    """Accelerate keeps one state for a process."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize(("name", "share"), SCRIPTS)
+def test_a_script_with_one_more_line_does_the_same_within_the_budget(name, share):
+    script = load(name)
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert text.count(ONE_LINE) == 1
+    losses, plain, plain_peak = measured(script.train, None)
+    budget = int(share * plain_peak)
+    found, planned, peak = measured(script.train, budget)
+    assert found == losses
+    assert len(losses) >= 3
+    ours, theirs = planned.state_dict(), plain.state_dict()
+    assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
+    assert peak <= budget < plain_peak
+
+
+@pytest.mark.parametrize("argument", ["activation_checkpointing", "gradient_checkpointing"])
+def test_the_trainer_is_not_let_checkpoint_twice(argument):
+    with pytest.raises(ar.PlanError, match=r"each recompute the layers. Set .*=False"):
+        load("trainer").train("1GiB", **{argument: True})
+
+
+def test_lightning_says_when_there_is_no_loss_to_plan_for():
+    script = load("lightning_module")
+    script.Classifier.automatic_optimization = False
+    with pytest.raises(ar.UsageError, match="optimizes by hand"):
+        script.train("1GiB")
+
+
+def test_an_infeasible_budget_stops_the_training_with_one_error():
+    with pytest.raises(ar.BudgetInfeasible, match="smallest budget that does"):
+        load("lightning_module").train(10_000 + 2**16)
+
+
+def test_a_policy_applies_a_saved_plan_or_plans_at_the_first_step(tmp_path):
+    from autoremat.integrations.torchtitan import AutorematPolicy
+
+    model, path = load("train_loop").build(), tmp_path / "plan.json"
+    ar.Plan((ar.Region("0"), ar.Region("1"))).save(path)
+    assert AutorematPolicy(plan=path).apply(model) is model
+    output = model(torch.randn(4, 32))
+    output.sum().backward()
+    with pytest.raises(ar.PlanError, match="has a plan already"):
+        ar.apply(model, ar.Plan(()))
+    other = load("train_loop").build()
+    AutorematPolicy(budget="1GiB", options={"optimizer": None}).apply(other)
+    assert ar.enabled(other).budget_bytes == 2**30
+    with pytest.raises(ar.UsageError, match="not both"):
+        AutorematPolicy(plan=path, budget="1GiB").apply(other)
