@@ -358,6 +358,15 @@ def test_a_region_that_is_compiled_later_by_itself_is_refused(graph):
         model(X)
 
 
+def test_the_whole_model_as_a_region_is_refused_unless_it_is_compiled_first():
+    refused("The whole Sequential is a region", build(), Plan((Region(""),)))
+    model, seen = build(), Partitions()
+    compiled = torch.compile(model, backend=seen.backend(), fullgraph=True)
+    ar.apply(compiled, Plan((Region(""),)))
+    assert_close(step(compiled, model), plain_step())
+    assert seen.recomputed()["aten.addmm.default"] == 6
+
+
 def test_an_exported_model_is_plain():
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
     ar.apply(model, Plan((Region("0"),)))

@@ -233,6 +233,11 @@ def prepare_model(model: nn.Module) -> bool:
     """While the compiler traces the model's call: before it comes to the regions, make them ready for it."""
     root = _ROOTS.get(model)
     if root is not None:
+        if not is_prepared(model) and any(call.path == "" for region in root.plan.regions for call in region.calls):
+            raise compat.refuse_compile(
+                f"The whole {type(model).__name__} is a region of its plan and was compiled after it was applied: "
+                "it would run plain, and the budget would not hold. Apply the plan to what torch.compile returns."
+            )
         try:
             root.compiled.install(model, root.plan.regions)
         except PlanError as error:
