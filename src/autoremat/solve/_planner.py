@@ -3,8 +3,9 @@
 All plans of a step are one binary tree of budgets between the smallest possible and the plain peak. The plan at a
 budget in the middle of a cell is solved for, priced by the ledger and corrected until the two agree (the peak that is
 promised is the ledger's); it is never dearer than the plan at the lower end of the cell, and one that is cheaper than
-the plan at the upper end is left out. A plan depends on the cells around it alone, so more budget never costs more, the
-same budget gives the same plan, and both hold however many budgets were asked for before.
+the plan at the upper end is left out. Where a step branches and the bound leaves room, the exact program (`_general`)
+is asked as well, in the upper levels of the tree. A plan depends on the cells around it alone, so more budget never
+costs more, the same budget gives the same plan, and both hold however many budgets were asked for before.
 
 Known limits: those of `_segments` and `_chain`.
 """
@@ -20,6 +21,7 @@ from autoremat._step_graph import StepGraph
 from autoremat.solve._bounds import Bound
 from autoremat.solve._classic import CLASSIC_NAMES, classic_regions
 from autoremat.solve._facts import collect_facts
+from autoremat.solve._general import General, branches
 from autoremat.solve._options import RegionCost
 from autoremat.solve._problem import build_problem, costs_of
 from autoremat.solve._segments import is_possible
@@ -34,6 +36,11 @@ NUM_TIGHTEST, TIGHTEST_SLOTS = 8, 4
 """How many limits near the smallest are tried for the smallest peak, and how far apart."""
 DEPTH = 10
 """Cells are halved this often: budgets that differ by less than 1 / 1024 of what plans can change are the same."""
+
+GENERAL_LEVELS = 4
+"""In how many levels of the tree of budgets the exact program is asked, where a step branches."""
+GENERAL_GAP, GENERAL_GAIN = 0.01, 0.005
+"""Gap above which it is asked, and what it has to gain, as shares of the cost of the step."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
 
@@ -108,6 +115,7 @@ class Planner:
         self._moved = [float(op.moved_bytes) for op in graph.ops]
         self._problem = build_problem(self._facts, op_cost, region_cost)
         self._table = Table(self._problem.chain)
+        self._general = General(self._problem) if branches(self._facts) else None
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._nodes: dict[int, _Priced] = {}
@@ -233,6 +241,22 @@ class Planner:
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
             limit += left
+        return self._improved(best, cell, budget_bytes)
+
+    def _improved(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
+        """A better plan by the exact program, where a step branches and the bound leaves room for one."""
+        total, is_fine = sum(self._op_cost), cell.high - cell.low <= 2 ** (DEPTH - GENERAL_LEVELS)
+        if self._general is None or is_fine or best.cost - self._bound.at(budget_bytes) <= GENERAL_GAP * total:
+            return best
+        limit = budget_bytes
+        for _ in range(MAX_ROUNDS):
+            regions = self._general.solve(limit, below=best.cost - GENERAL_GAIN * total).regions
+            if regions is None:
+                break
+            found = self._priced(regions)
+            if found.peak_bytes <= budget_bytes:
+                return found if cell.upper.rank <= found.rank < best.rank else best
+            limit -= found.peak_bytes - budget_bytes
         return best
 
     def _solution(self, priced: _Priced, budget_bytes: int) -> Solution:
