@@ -27,9 +27,11 @@ import numpy as np
 from highspy._core import _Highs
 
 from autoremat._replay import RegionSpec
+from autoremat._step_graph import ModuleCall, StepGraph
 from autoremat.solve._effects import Choice, Effects, Shares, cliques
 from autoremat.solve._facts import Facts
-from autoremat.solve._problem import Problem, moved
+from autoremat.solve._problem import Problem
+from autoremat.solve._units import moved
 
 MAX_COLUMNS = 1200
 MAX_NODES = 20
@@ -37,7 +39,7 @@ MAX_ROUNDS = 20
 """How often moments are added; a solution that breaks others even then is none."""
 _MOMENTS_A_ROUND = 12
 _LARGE_SHARE = 0.05
-"""Sibling calls that save a larger share than this of the step, and are not linked, make it branch."""
+"""Sibling calls that save more than this share of the step make it branch, if the first does not feed the second."""
 _SCALE = 1000.0
 """Bytes and costs are scaled to this: the solver's tolerances are absolute."""
 _MIP_GAP = 1e-4
@@ -65,7 +67,7 @@ _NONE = float("inf")
 
 
 def branches(facts: Facts) -> bool:
-    """Whether a step is more than a chain: of two large sibling calls, one after the other, the first feeds no link."""
+    """Whether a step is more than a chain: a large call takes nothing that comes from the large sibling before it."""
     graph = facts.graph
     sizes: dict[int, int] = defaultdict(int)
     for record in graph.saved:
@@ -74,16 +76,22 @@ def branches(facts: Facts) -> bool:
             sizes[around] += graph.storages[record.storage].num_bytes
             around = graph.calls[around].parent
     least = _LARGE_SHARE * sum(sizes[call.index] for call in graph.calls if call.parent == -1)
-    feeds: dict[int, set[int]] = {}
-    last: dict[int, int] = {}
+    last: dict[int, ModuleCall] = {}
     for call in graph.calls:
-        sources = {source for _, source in call.links}
-        feeds[call.index] = sources.union(*(feeds[source] for source in sources))
         if call.parent >= 0 and sizes[call.index] > least:
-            if last.get(call.parent, call.index) not in {call.index, *feeds[call.index]}:
+            if call.parent in last and not _feeds(graph, last[call.parent], call):
                 return True
-            last[call.parent] = call.index
+            last[call.parent] = call
     return False
+
+
+def _feeds(graph: StepGraph, before: ModuleCall, after: ModuleCall) -> bool:
+    """Whether an argument of one call depends on what an earlier call returned."""
+    reached = set(before.outputs)
+    for op in graph.ops[before.end : after.start]:
+        if not reached.isdisjoint(op.inputs):
+            reached.update(op.outputs, op.mutates)
+    return not reached.isdisjoint(after.inputs)
 
 
 class General:
