@@ -10,6 +10,8 @@ import pytest
 from autoremat._ledger import expand, peak_bytes
 from autoremat._step_graph import StepGraph
 from autoremat.solve import Planner
+from autoremat.solve._bounds import Bound
+from autoremat.solve._facts import collect_facts
 from oracle import Checkmate
 from strategies import build_step
 
@@ -36,6 +38,24 @@ def test_the_optimum_is_between_bound_and_plan(seed: int) -> None:
         assert solution.bound <= optimum * (1 + 1e-6) <= solution.cost * (1 + 2e-6)
         if share:
             assert solution.cost <= optimum + 0.03 * sum(op_cost)
+
+
+def test_events_that_are_not_looked_at_twice_change_no_bound() -> None:
+    block = tuple((kind, 0, size) for kind, size in (("norm", 4), ("linear", 12), ("gelu", 12), ("linear", 4)))
+    graph = build_step(tuple((f"h.{i}", block) for i in range(16)), loss_bytes=8)
+    op_cost = [float(op.flops) for op in graph.ops]
+    facts = collect_facts(graph, op_cost)
+    high = peak_bytes(graph, expand(graph))
+    low = high // 3
+    bound = Bound(facts, op_cost, low, high)
+    assert {event._is_small for events in bound._steps for event in events} == {True, False}
+    for share in range(0, 10, 2):
+        budget = low + share * (high - low) // 10
+        cell = (budget - bound._low) // bound._width
+        grid = [bound._low + position * bound._width for position in (cell, cell + 1)]
+        every = [max(event.least_cost(budget, grid) for event in events) for events in bound._steps]
+        assert bound.at(budget) == sum(every)
+    assert bound.at(low) > 0
 
 
 def test_the_oracle_knows_the_plain_peak_and_what_is_too_little() -> None:

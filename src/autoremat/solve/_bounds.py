@@ -36,6 +36,8 @@ _SMALL = 40
 """Programs of at most this many units are solved in integers: where there is little to choose, relaxing is weak."""
 GRID = 48
 """Budgets between the smallest and the plain peak at which programs are solved."""
+_COARSE = 8
+"""At every so many of them all events are: at larger budgets an event asks for no more, so most need no second look."""
 _SAFETY = 1e-6
 """Share of the cost of forward by which a computed limit is lowered: the solver's tolerances."""
 
@@ -60,8 +62,17 @@ class Bound:
     def at(self, budget_bytes: int) -> float:
         """Least cost of the recomputes of any schedule within a budget; infinite if there is none."""
         cell = min(max(0, (budget_bytes - self._low) // self._width), GRID - 1)
-        grid = [self._low + position * self._width for position in (cell, cell + 1)]
-        return sum(max((e.least_cost(budget_bytes, grid) for e in events), default=0.0) for events in self._steps)
+        coarse, *grid = [self._low + position * self._width for position in (cell - cell % _COARSE, cell, cell + 1)]
+        total = 0.0
+        for events in self._steps:
+            rows = [(e.most_cost(coarse) if coarse <= budget_bytes else float("inf"), e) for e in events]
+            highest = 0.0
+            for most, event in sorted(rows, key=lambda row: -row[0]):
+                if most <= highest:
+                    break
+                highest = max(highest, event.least_cost(budget_bytes, grid))
+            total += highest
+        return total
 
 
 class _Event:
@@ -85,6 +96,13 @@ class _Event:
         lines = [self._line(free_bytes if self._is_small else budget - self._fixed_bytes) for budget in grid]
         least = max(value + slope * (free_bytes - at) for at, value, slope in lines)
         return max(0.0, least - _SAFETY) * self._total_cost
+
+    def most_cost(self, budget_bytes: int) -> float:
+        """What the limit cannot be above at this budget and at larger ones."""
+        free_bytes = budget_bytes - self._fixed_bytes
+        if free_bytes < 0:
+            return float("inf")
+        return 0.0 if free_bytes >= self._total_bytes else (self._line(free_bytes)[1] + _SAFETY) * self._total_cost
 
     def _line(self, free_bytes: int) -> tuple[int, float, float]:
         """Free bytes, optimum there and its slope (none for the integer program, which is solved for each budget)."""

@@ -104,15 +104,23 @@ class Table:
         self._level, self._state = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         lowest = min((int(np.maximum(w.forward, w.backward).min()) for w in self._ways[:1]), default=chain.required)
         self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
+        self._inner = [
+            np.array(
+                [self._row_of[key] for key in zip(w.stop[w.nests].tolist(), w.option[w.nests].tolist(), strict=True)],
+                int,
+            )
+            for w in self._ways
+        ]
+        """For the nests that start at each position: the row of the part inside."""
         self._values: list[Costs] = []
-        self._need: list[int] = []
         self._top: list[int] = []
+        self._needs = np.zeros(1024, np.int64)
         self._known: dict[tuple[bytes, ...], int] = {}
         self._nothing = self._add(np.zeros(1), _ANY, _ANY)
         for part in (*self._parts, self._whole):
             self._fill(part)
-        self.smallest_limit = self._need[self._state[-1, 0]] + int(self._level[-1, 0])
-        self._flat, self._needs = np.concatenate(self._values), np.array(self._need, np.int64)
+        self.smallest_limit = int(self._needs[self._state[-1, 0]] + self._level[-1, 0])
+        self._flat = np.concatenate(self._values)
         self._last = np.cumsum([len(values) for values in self._values]) - 1
         self._start = np.concatenate([[0], self._last[:-1] + 1])
 
@@ -146,10 +154,13 @@ class Table:
 
     def _add(self, values: Costs, need: int, top: int) -> int:
         """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
+        number = len(self._values)
+        if number == len(self._needs):
+            self._needs = np.concatenate([self._needs, np.zeros_like(self._needs)])
+        self._needs[number] = need
         self._values.append(values)
-        self._need.append(need)
         self._top.append(top)
-        return len(self._values) - 1
+        return number
 
     def _moves(self, part: _Part, position: int) -> _Moves:
         ways = self._ways[position]
@@ -161,16 +172,13 @@ class Table:
         gain = saved + level[position] - level[stop]
         behind = self._state[part.row, stop]
         demand = np.maximum(ways.forward[:num] + part.extra[position], ways.backward[:num]) - level[position]
-        demand = np.maximum(demand, self._needed(behind) - gain)
+        demand = np.maximum(demand, self._needs[behind] - gain)
         nests = ways.nests[: np.searchsorted(ways.nests, num)]
-        rows = [self._row_of[key] for key in zip(stop[nests].tolist(), ways.option[nests].tolist(), strict=True)]
+        rows = self._inner[position][: len(nests)]
         inner_gain = level[position] - self._level[rows, position] - ways.held[nests]
         inside = self._state[rows, position]
-        demand[nests] = np.maximum(demand[nests], self._needed(inside) - inner_gain)
+        demand[nests] = np.maximum(demand[nests], self._needs[inside] - inner_gain)
         return _Moves(ways, demand, gain, behind, nests, inner_gain, inside)
-
-    def _needed(self, states: Bytes) -> Bytes:
-        return np.array([self._need[state] for state in states.tolist()], np.int64)
 
     def _solve(self, moves: _Moves) -> int:
         """Least cost by slot over all ways on."""
@@ -178,8 +186,8 @@ class Table:
         top = max(int(moves.demand[0]), self._top[moves.behind[0]] - int(moves.gain[0]))
         num_slots = -(-(top - need) // self.width) + 1
         first = -((need - moves.demand) // self.width)
-        shift = (need + moves.gain - self._needed(moves.behind)) // self.width
-        inner_shift = (need + moves.inner_gain - self._needed(moves.inside)) // self.width
+        shift = (need + moves.gain - self._needs[moves.behind]) // self.width
+        inner_shift = (need + moves.inner_gain - self._needs[moves.inside]) // self.width
         nests = dict(
             zip(moves.nests.tolist(), zip(inner_shift.tolist(), moves.inside.tolist(), strict=True), strict=True)
         )
