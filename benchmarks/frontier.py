@@ -1,30 +1,29 @@
 """Every way to checkpoint a GPT-2 that runs here, for real, beside our frontier: peak, extra FLOPs, planning time.
 
-    python benchmarks/frontier.py [--json FILE]
+    python benchmarks/frontier.py [--no-compile] [--json FILE]
 
 GPT-2 with 12 layers, 512 wide, 512 tokens, batch 2, vocabulary 8,192, float32, no dropout; forward and backward with
 gradients preallocated. All rows run in one process. The peak is that of the profiler's memory events above what is
-alive before the step, as a share of the plain step's; FLOPs are counted by a dispatch mode of this file, as a share of
-the plain step's. Neither shares code with autoremat. torch.compile is not among the rows: a
-dispatch mode switches it off, and its fused kernels are no ops that could be counted.
+alive before the step, as a share of the plain step's; FLOPs are counted by a dispatch mode, for torch.compile on its
+graphs, as a share of the plain step's (`judge.py`, `compile_budgets.py`: no code of autoremat's). Packages that plan
+checkpointing are rows, too, where they are installed; most say why they do not run here.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import math
-import os
-import platform
 import time
-import warnings
 from pathlib import Path
 
 import torch
 import transformers
+from compile_budgets import SETTINGS, compiled
+from judge import Flops, machine, peak_bytes
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat as ar
@@ -50,26 +49,6 @@ def build():
     return model, {"input_ids": ids, "labels": ids}
 
 
-class Flops(TorchDispatchMode):
-    """Sums the FLOPs of matrix products and attention; holds no tensors."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.__name__.split(".")[0]
-        if name in ("mm", "addmm", "bmm", "baddbmm"):
-            a, b = args[-2:]
-            self.total += 2 * a.numel() * b.shape[-1]
-        elif name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-            # Scores and weighted values; backward also makes the scores again: five products for two.
-            is_backward = name.endswith("backward")
-            query, key = args[1:3] if is_backward else args[0:2]
-            product = 2 * query.numel() * key.shape[-2]
-            self.total += product * (5 if is_backward else 2)
-        return out
-
-
 def step(model, batch):
     loss = model(**batch).loss
     loss.backward()
@@ -80,17 +59,53 @@ def measure(model, batch):
     """Peak bytes above what was alive, and FLOPs."""
     with Flops() as flops:
         step(model, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            loss = step(model, batch)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    live = peak = 0
-    for event in events:
-        live += event.nbytes()
-        peak = max(peak, live)
+    peak, loss = peak_bytes(lambda: step(model, batch))
     return peak, flops.total, loss
+
+
+def measure_compiled(model, batch, budget, solver):
+    """The same of the compiled model: its FLOPs are those of its graphs."""
+    with compiled(model, budget, solver) as (run, counts):
+        step(run, batch)
+        peak, loss = peak_bytes(lambda: step(run, batch))
+    assert len(counts) == 2, "one graph of forward and one of backward"
+    return peak, sum(counts), loss
+
+
+def ckptplan(model, batch):
+    """Profile the blocks and plan for half of the activations, as its documentation says."""
+    from ckptplan import declare_blocks, plan_checkpoints, profile_blocks
+
+    blocks = declare_blocks(model.transformer, [(f"h{i}", block) for i, block in enumerate(model.transformer.h)])
+    inputs = (torch.zeros(2, 512, 512),)
+    profiles = profile_blocks(blocks, inputs, device="cpu", dtype=torch.float32)
+    total = sum(p.activation_bytes_estimate or 0 for p in profiles)
+    return plan_checkpoints(
+        profiles, blocks, target_kind="activation_budget_bytes", target_value=total // 2, planner="dynamic_programming"
+    )
+
+
+def rockmate(model, batch):
+    from rockmate import Rockmate
+
+    return Rockmate(model, batch, budget=400 * 2**20)
+
+
+def auto_sac(model, batch):
+    """Torch's own: memory and time of each module, then an integer program in PuLP."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.sac_estimator import SACEstimator
+    from torch.distributed._tools.sac_ilp import sac_milp
+
+    assert sac_milp
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        estimator = SACEstimator()
+        with estimator(estimate_mode_type="operator-level-cost-model"):
+            step(model, batch)
+    return estimator
+
+
+PACKAGES = {"ckptplan 0.1": ckptplan, "rockmate": rockmate, "torch auto-SAC": auto_sac}
 
 
 class Segment(nn.Module):
@@ -178,17 +193,20 @@ def ours(model, batch, plain_peak):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-compile", action="store_true", help="Keep torch.compile's rows of the JSON there is.")
     options = parser.parse_args()
     model, batch = build()
     rows = []
 
-    def run(name, context, **more):
+    def run(name, context, how=None, **more):
         start = time.perf_counter()
         try:
             with context:
-                peak, flops, loss = measure(model, batch)
-        except Exception as error:  # noqa: BLE001 - a peer that does not run is a row that says so
-            rows.append({"name": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"})
+                peak, flops, loss = (how or (lambda: measure(model, batch)))()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a peer that does not run is a row that says so
+            rows.append(
+                {"name": name, "failed": f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"}
+            )
             return
         rows.append(
             {
@@ -204,23 +222,34 @@ def main():
     for name, context in peers(model):
         run(name, context)
     plain = rows[0]
+    for name, package in PACKAGES.items():
+        run(name, contextlib.nullcontext(), lambda package=package: package(model, batch))
     plans, curve = ours(model, batch, plain["peak_bytes"])
     for name, plan, planned_s in plans:
         predicted = plan.planned.peak_bytes - plan.static_bytes
         run(name, ar.apply(model, plan), predicted_bytes=predicted, bound=plan.bound, planned_s=planned_s)
+    if options.no_compile and options.json and options.json.exists():
+        known = json.loads(options.json.read_text())["rows"]
+        rows += [row for row in known if row["name"].startswith("torch.compile")]
+    finish(rows, plain, curve, options.json)
+    for budget, solver in () if options.no_compile else SETTINGS:
+        how = functools.partial(measure_compiled, model, batch, budget, solver)
+        run(f"torch.compile, budget {budget}, {solver}", contextlib.nullcontext(), how)
+        print(rows[-1], flush=True)
+        finish(rows, plain, curve, options.json)
+    report(rows, plain, curve)
+
+
+def finish(rows, plain, curve, path):
+    """Work out shares, and write what there is: compiling takes minutes a row."""
     for row in rows:
         if "peak_bytes" in row:
             row["peak"] = row["peak_bytes"] / plain["peak_bytes"]
             row["extra_flops"] = row["flops"] / plain["flops"] - 1
-    report(rows, plain, curve)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         found = {"machine": machine(), "rows": rows, "frontier": curve.to_dict()}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def machine():
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def report(rows, plain, curve):
