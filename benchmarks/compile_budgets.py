@@ -15,6 +15,7 @@ from judge import flops_of
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Node
+from transformers.utils.logging import warning_once
 
 SETTINGS = (
     *((budget, "dp") for budget in (1.0, 0.7, 0.5, 0.2, 0.0)),
@@ -52,6 +53,7 @@ def compiled(model, budget, solver):
     torch._dynamo.reset()
     counts = []
     changed = {"activation_memory_budget": budget, "activation_memory_budget_solver": solver}
-    with config.patch(enable_autograd_cache=False, **changed):
+    quiet = {"ignore_logging_functions": {warning_once}}  # it would break the graph
+    with config.patch(enable_autograd_cache=False, **changed), torch._dynamo.config.patch(**quiet):
         yield torch.compile(model, backend=backend(counts), fullgraph=True), counts
     torch._dynamo.reset()

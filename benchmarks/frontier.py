@@ -204,9 +204,8 @@ def main():
             with context:
                 peak, flops, loss = (how or (lambda: measure(model, batch)))()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a peer that does not run is a row that says so
-            rows.append(
-                {"name": name, "failed": f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"}
-            )
+            said = " ".join(str(error).split())[:200]
+            rows.append({"name": name, "failed": f"{type(error).__name__}: {said}"})
             return
         rows.append(
             {

@@ -196,9 +196,11 @@ class Runner:
         torch.manual_seed(1)
         for parameter in self.model.parameters():
             parameter.grad.zero_()
+        self.loss_of().backward()
+
+    def loss_of(self):
         output = self.model(**self.batch) if isinstance(self.batch, dict) else self.model(self.batch)
-        loss = output.loss if self.loss is None else self.loss(output)
-        loss.backward()
+        return output.loss if self.loss is None else self.loss(output)  # the output itself dies here
 
     def run(self):
         with Flops() as flops:
