@@ -26,7 +26,7 @@ from torch import nn
 
 import autoremat as ar
 
-STEPS_PER_BLOCK = 60
+STEPS_PER_BLOCK = 40
 KINDS = {"none": None, "never": "never", "auto": "auto", "always": "always"}
 MODELS = {"large ops": {"width": 192, "samples": 4, "tokens": 64}, "tiny ops": {"width": 16, "samples": 2, "tokens": 8}}
 

@@ -315,7 +315,7 @@ class Monitor:
         self._count(step)
         step.plan = self._given_plan or self._plan_then
         step.taken = self._clock.take()
-        if self._device.type == "cpu":
+        if step.cpu_started is not None and self._device.type == "cpu":
             wall_s = max(1e-9, now - step.started)
             step.cpu_share = (time.process_time() - step.cpu_started) / wall_s / torch.get_num_threads()
         step.peak_bytes, step.retries = self._peak.stop(step.number, now - step.started)

@@ -110,6 +110,8 @@ def check_gradients(forward: ForwardCopy, step: int) -> GradientCheck:
         num_recomputes = _count_recomputes(forward.model) - before
         with regions_off():
             plain, _ = forward.run()
+        if _count_recomputes(forward.model) != before + num_recomputes:
+            return GradientCheck(step, None, note="checkpointing cannot be switched off")
     except (torch.OutOfMemoryError, MemoryError):
         return GradientCheck(step, None, note="a step without checkpointing does not fit into memory")
     finally:
@@ -129,8 +131,8 @@ def check_gradients(forward: ForwardCopy, step: int) -> GradientCheck:
 
 def gradient_norm(gradients: list[Tensor | None]) -> Tensor:
     """Norm of all gradients together, on their device; of this rank's shards where they are sharded."""
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients if g is not None]
-    dense = [g.coalesce().values() if g.layout != torch.strided else g for g in local if g.numel()]
+    given = [g if type(g) is Tensor else _local(g) for g in gradients if g is not None]
+    dense = [g if g.layout == torch.strided else g.coalesce().values() for g in given]
     if not dense:
         return torch.zeros(())
     first = dense[0].device
@@ -139,6 +141,12 @@ def gradient_norm(gradients: list[Tensor | None]) -> Tensor:
         norms = tuple([n.to(first, torch.float32) for n in norms])
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The part of a sharded gradient that this process has."""
+    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ from rich.console import Console
 
 from autoremat._errors import UsageError
 from autoremat._monitor_results import GradientCheck, MonitorResults, StepRecord, ThroughputWarning, record_line
+
+FLUSH_S = 1.0
+"""Seconds after which what is written goes to the disk, so that it can be read while the training runs."""
 
 
 class Output(Protocol):
@@ -78,10 +82,14 @@ class JsonLinesOutput:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the training runs
         except OSError as error:
             raise UsageError(f"Cannot write records to {path}: {error.strerror}. Name a file that can be.") from error
+        self._flushed = 0.0
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         self._file.write(json.dumps({"kind": kind} | content, allow_nan=False) + "\n")
-        self._file.flush()
+        now = time.monotonic()
+        if now > self._flushed + FLUSH_S:
+            self._flushed = now
+            self._file.flush()
 
     def record(self, record: StepRecord) -> None:
         """Write it."""
