@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from autoremat._advice_tables import advice_cells, advice_lines
 from autoremat._expand import expand
 from autoremat._ledger import peak_bytes
 from autoremat._resize import batch_size, resize, sequence_length
-from autoremat._scaling import interpolate_steps
+from autoremat._scaling import interpolate_steps, same_ops
 from autoremat._ways import every_block, largest_that_fits, verified_size
 
 MIB = 2**20
@@ -229,6 +230,16 @@ def test_steps_that_run_other_ops_are_not_interpolated():
     other = ar.trace(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), loss=square)
     longer = ar.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4), loss=square)
     assert interpolate_steps([(1, other), (2, longer)]) is None
+
+
+def test_a_step_is_the_same_whatever_its_views_are_called_and_no_other(language_model):
+    graph = ar.trace(language_model[0], language_model[1])
+
+    def renamed(views):
+        return replace(graph, ops=tuple(replace(o, name="aten.other") if o.is_view == views else o for o in graph.ops))
+
+    assert same_ops(graph, renamed(views=True))
+    assert not same_ops(graph, renamed(views=False))
 
 
 @pytest.mark.parametrize(

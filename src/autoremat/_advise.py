@@ -31,6 +31,8 @@ NUM_POINTS = 24
 """Points of the frontier that is drawn behind the rows."""
 MARGIN = 0.03
 """A way that changes the order of sums must be faster by this share than one that changes nothing."""
+MAX_SEARCHES = 4
+"""How often the largest size is looked for again with tighter regions."""
 _FUSABLE = ("adamw", "adam", "sgd", "sgd-momentum")
 
 Regions = Literal["none", "every block", "planned"]
@@ -230,25 +232,56 @@ class _Table:
             return row
         if row.precision == "amp-fp16" and self.low_precision == "amp-bf16":  # tensors of the sizes of bf16's
             return row
-        precision, regions, tokens = row.precision or None, row.regions, self.steps.tokens
+        precision, regions = row.precision or None, row.regions
+        samples, tokens = self.steps.samples, self.steps.tokens
 
-        def least(samples: int, length: int | None, *, traced: bool) -> int:
-            setting = Setting(precision, samples, length)
-            graph = self.steps.traced(setting) if traced else self.steps.step(setting)
-            return Way(graph, self.target, regions, self.budget_bytes).least_bytes
+        def setting(count: int, length: int | None) -> Setting:
+            return Setting(precision, count, length)
 
-        start = max(1, round(self.steps.samples * self.budget_bytes / max(1, row.peak_bytes)))
-        batch = self._size(lambda n, traced: least(n, tokens, traced=traced), start, 1, 1 << 20)
+        start = max(1, round(samples * self.budget_bytes / max(1, row.peak_bytes)))
+        batch = self._size(lambda n: setting(n, tokens), regions, samples, start=start, step=1, most=1 << 20)
         sequence = None
         if tokens is not None:
             step = min(SEQUENCE_STEP, tokens)
-            samples = self.steps.samples
-            sequence = self._size(lambda n, traced: least(samples, n, traced=traced), tokens, step, MOST_TOKENS)
+            sequence = self._size(
+                lambda n: setting(samples, n), regions, tokens, start=tokens, step=step, most=MOST_TOKENS
+            )
         return replace(row, largest_batch=batch, longest_sequence=sequence)
 
-    def _size(self, least: Callable[[int, bool], int], start: int, step: int, most: int) -> int:
-        found = largest_that_fits(lambda n: least(n, False), self.budget_bytes, start=start, step=step, most=most)
-        return verified_size(lambda n: least(n, True), found, self.budget_bytes, step=step)
+    def _size(
+        self, at: Callable[[int], Setting], regions: Regions, given: int, *, start: int, step: int, most: int
+    ) -> int:
+        """The largest size that fits, planned on the step as traced at that size.
+
+        Planning takes longest: other sizes are tried with the tightest regions of one, and only the size that is found
+        and the one above it are planned.
+        """
+        budget, found = self.budget_bytes, 0
+        tightest = self.way(at(given), regions)
+        for _ in range(MAX_SEARCHES):
+            like = tightest
+
+            def least(n: int, like: Way = like) -> int:
+                return Way(self.steps.step(at(n)), self.target, regions, budget).least_bytes_like(like)
+
+            likely = largest_that_fits(least, budget, start=start, step=step, most=most)
+            checked = verified_size(lambda n: self._traced_way(at(n), regions).least_bytes, likely, budget, step=step)
+            if checked <= found:
+                break
+            found = start = checked
+            if regions != "planned" or checked < likely:  # above it the traced step does not fit, or does not run
+                break
+            tightest = Way(self.steps.step(at(found + step)), self.target, regions, budget)
+            if tightest.least_bytes > budget:
+                break
+        return found
+
+    def _traced_way(self, setting: Setting, regions: Regions) -> Way:
+        graph = self.steps.traced(setting)
+        known = self._ways.get((setting, regions))
+        if known is None or known.graph is not graph:
+            self._ways[setting, regions] = known = Way(graph, self.target, regions, self.budget_bytes)
+        return known
 
     def _fastest(self, effective: int) -> AdviceRow | None:
         """The fastest way to an effective batch, over micro-batches, precisions and plans."""
@@ -277,7 +310,7 @@ class _Table:
         one = self._setting(1, accumulates=self.steps.samples > 1)
         return Facts(
             plain=self.way(whole, "none"),
-            tightest=self.way(one, "planned"),
+            tightest=lambda: self.way(one, "planned"),
             planned=self.way(whole, "planned"),
             every_block=self.way(whole, "every block"),
             budget_bytes=self.budget_bytes,

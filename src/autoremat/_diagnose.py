@@ -52,7 +52,7 @@ class Facts:
     """
 
     plain: Way
-    tightest: Way
+    tightest: Callable[[], Way]
     planned: Way
     every_block: Way
     budget_bytes: int
@@ -84,17 +84,18 @@ def _states(facts: Facts) -> Diagnosis | None:
         f"Parameters, gradients and optimizer are {format_percent(share)} of the smallest peak of this "
         f"batch ({format_bytes(found.peak_bytes)}: {words}). Checkpointing does not touch them."
     )
-    return Diagnosis("states", text, share, _lighter_states(facts, _smallest(facts.tightest)))
+    return Diagnosis("states", text, share, _lighter_states(facts, facts.tightest()))
 
 
-def _lighter_states(facts: Facts, found: MemoryProfile) -> tuple[Remedy, ...]:
-    graph, peak = facts.tightest.graph, found.peak_bytes
+def _lighter_states(facts: Facts, tightest: Way) -> tuple[Remedy, ...]:
+    found = _smallest(tightest)
+    graph, peak = tightest.graph, found.peak_bytes
     optimizer, gradient = (found.peak_by_cause.get(cause, 0) for cause in ("optimizer_state", "gradient"))
     remedies = []
     for devices in _DEVICES:
         try:
             sharded = distribute(graph, Sharding(stage=3, world_size=devices))
-            least = Way(sharded, facts.tightest.target, "planned", facts.budget_bytes).least_bytes
+            least = Way(sharded, tightest.target, "planned", facts.budget_bytes).least_bytes
         except AutorematError:  # a step that cannot be sharded (spread over devices already, say)
             break
         remedies.append(_remedy(f"shard everything over {devices} devices", least, facts, is_estimate=False))

@@ -50,9 +50,20 @@ def interpolate_steps(steps: Sequence[tuple[int, StepGraph]]) -> Scaled | None:
     return at
 
 
+def same_ops(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two steps differ in sizes only, so that what names ops of one names those of the other."""
+    return one is other or _structure(one) == _structure(other)
+
+
 def _structure(graph: StepGraph) -> object:
-    """Everything that must be the same: order, names and references, not sizes."""
-    ops = [(op.name, op.call, op.inputs, op.outputs, op.mutates, op.is_view, len(op.shape)) for op in graph.ops]
+    """Everything that must be the same: order, names and references, not sizes.
+
+    Views cost nothing, whatever they are called: a slice of all there is is an alias.
+    """
+    ops = [
+        ("" if op.is_view else op.name, op.call, op.inputs, op.outputs, op.mutates, op.is_view, len(op.shape))
+        for op in graph.ops
+    ]
     storages = [(s.cause, s.born, s.last_ref) for s in graph.storages]
     return ops, storages, graph.saved, graph.calls
 
