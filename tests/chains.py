@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoremat._plan import CallName, Region
+from autoremat._replay import Extent
 
 
 class Block(nn.Module):
@@ -73,3 +74,23 @@ def nested(first: int, last: int, arity: int, *, whole: bool = False) -> tuple[R
     pieces = [(a, b - 1) for a, b in itertools.pairwise(edges) if b > a]
     parts = tuple(span(a, b, nested(a, b, arity) if b > a else ()) for a, b in pieces)
     return (span(first, last, parts),) if whole else parts
+
+
+def random_regions(choose, first, last, depth):
+    """Spans over some of these blocks, inside each other to a depth; ``choose`` is a ``random.Random``."""
+    found, at = [], first
+    while at <= last:
+        size = choose.randint(1, last - at + 1)
+        if choose.random() < 0.7:
+            inner = random_regions(choose, at, at + size - 1, depth - 1) if depth else []
+            found.append(span(at, at + size - 1, [r for r in inner if len(r.calls) < size]))
+        at += size
+    return found
+
+
+def with_random_saves(choose, graph, spec):
+    """The same region with a few stored outputs, here and in the regions inside it."""
+    born = [s.index for s in graph.storages if s.born in Extent(graph, spec.calls)]
+    kept = frozenset(choose.sample(born, choose.randint(0, min(3, len(born)))))
+    children = tuple(with_random_saves(choose, graph, child) for child in spec.children)
+    return type(spec)(spec.call, kept, spec.then, children)

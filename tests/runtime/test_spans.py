@@ -16,7 +16,7 @@ from autoremat._plan import CallName, Plan, Region
 from autoremat._regions import describe_all, resolve
 from autoremat._replay import Extent, RegionSpec
 from autoremat.runtime import apply
-from chains import Block, Chain, nested, span, uniform
+from chains import Block, Chain, nested, random_regions, span, uniform, with_random_saves
 from comparing import assert_same, train
 from reference import is_legal
 from zoo import MODELS
@@ -43,25 +43,6 @@ def assert_equal_to_plain(model, batch, plan, loss=lambda out: out, steps=2):
 def test_gradients_are_those_of_plain(link, regions):
     executed = assert_equal_to_plain(Chain(8, dropout=0.2, link=link), BATCH, Plan(regions))
     assert all(region.num_calls == region.num_recomputes == 2 for region in executed)
-
-
-def random_regions(choose, first, last, depth):
-    found, at = [], first
-    while at <= last:
-        size = choose.randint(1, last - at + 1)
-        if choose.random() < 0.7:
-            inner = random_regions(choose, at, at + size - 1, depth - 1) if depth else []
-            found.append(span(at, at + size - 1, [r for r in inner if len(r.calls) < size]))
-        at += size
-    return found
-
-
-def with_random_saves(choose, graph, spec):
-    """The same region with a few stored outputs, here and in the regions inside it."""
-    born = [s.index for s in graph.storages if s.born in Extent(graph, spec.calls)]
-    kept = frozenset(choose.sample(born, choose.randint(0, min(3, len(born)))))
-    children = tuple(with_random_saves(choose, graph, child) for child in spec.children)
-    return type(spec)(spec.call, kept, spec.then, children)
 
 
 @pytest.mark.parametrize("number", range(30))

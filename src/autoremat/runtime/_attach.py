@@ -34,7 +34,7 @@ from autoremat.runtime._layout import Use, find_module, lay_out
 from autoremat.runtime._module_state import ModuleWatch
 from autoremat.runtime._recipe import Part, Recipe
 from autoremat.runtime._selective import OpTable
-from autoremat.runtime._stack import Active, active_regions, close_through, unwind
+from autoremat.runtime._stack import Active, active_regions, close_through, drop_spans, unwind
 
 Check = Literal["first", "always", "never"]
 
@@ -65,14 +65,20 @@ class ExecutedRegion:
 
 
 class _Root:
-    """One applied model: counts its forward passes, and holds what is compiled of it."""
+    """One applied model: counts its forward passes, knows its spans, and holds what is compiled of it."""
 
-    __slots__ = ("compiled", "forward_index", "plan")
+    __slots__ = ("compiled", "forward_index", "plan", "spans")
 
     def __init__(self, plan: Plan) -> None:
         self.forward_index = 0
         self.plan = plan
         self.compiled = CompiledRegions()
+        self.spans: tuple[Recipe, ...] = ()
+
+    def start_forward(self) -> None:
+        """Count module calls from 0 again."""
+        self.forward_index += 1
+        drop_spans(self.spans)
 
 
 class Level(NamedTuple):
@@ -270,9 +276,15 @@ def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
         return
     root = _ROOTS.get(module)
     if root is not None:
-        root.forward_index += 1
+        root.start_forward()
         if active_regions():
             abandon_stale_regions()
+
+
+def end_model(module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+    """Forward hook of a model that has spans; runs after an exception, too."""
+    if not torch.compiler.is_compiling() and module in _ROOTS:
+        drop_spans(_ROOTS[module].spans)
 
 
 @contextlib.contextmanager
@@ -329,6 +341,7 @@ class Applied:
         self._root = root
         self._compiled = compiled
         self._handle: RemovableHandle | None = None
+        self._end_handle: RemovableHandle | None = None
         self.put_on()
 
     @property
@@ -365,6 +378,8 @@ class Applied:
         for module in (model, *self._attached):
             _drop_copied_hooks(module)
         self._handle = model.register_forward_pre_hook(start_model, prepend=True)
+        if self._root.spans:
+            self._end_handle = model.register_forward_hook(end_model, always_call=True)
         for module, entry in self._attached.items():
             entry.handles = [
                 module.register_forward_pre_hook(start_region, with_kwargs=True),
@@ -374,7 +389,7 @@ class Applied:
 
     def start_forward(self) -> None:
         """Count module calls from 0 again: for who runs the modules without calling the model itself."""
-        self._root.forward_index += 1
+        self._root.start_forward()
 
     def remove(self) -> None:
         """Make the model plain again. Steps whose forward has run still recompute in backward."""
@@ -382,6 +397,10 @@ class Applied:
             return
         self._handle.remove()
         self._handle = None
+        if self._end_handle is not None:
+            self._end_handle.remove()
+            self._end_handle = None
+        drop_spans(self._root.spans)
         self._root.compiled.remove()
         model = self._model()
         if model is not None:
@@ -431,6 +450,7 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
     root = _Root(plan)
     compiled = tuple(plan.regions if is_compiled else in_compiled_code(model, plan))
     recipes = [(region, _recipe(region, model, check)) for region in layout.regions]
+    root.spans = tuple(recipe for _, recipe in recipes if len(recipe.parts) > 1)
     of_region = {id(region): recipe for region, recipe in recipes}
     attached = {
         module: _attach_levels(root, [(use, of_region[id(use.region)]) for use in uses])
@@ -487,7 +507,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
 def _drop_copied_hooks(module: nn.Module) -> None:
     """A copy of a model that had a plan has its hooks, which would start a region of the copy's own plan twice."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (start_model, start_region, end_region)]:
+        for key in [key for key, hook in hooks.items() if hook in (start_model, end_model, start_region, end_region)]:
             del hooks[key]
 
 

@@ -67,15 +67,14 @@ def enter(
 def _open(recipe: Recipe, part: int, parent: Frame | None) -> Frame:
     """The frame that a call belongs to: that of the earlier calls of its span, or a new one."""
     spans = parent.spans if parent is not None else STACK.spans
-    reference = spans.get(recipe) if part else None
-    frame = reference() if reference is not None else None
+    frame = spans.get(recipe) if part else None
     if frame is not None and not frame.is_closed and frame.runs and frame.runs[-1].part < part and frame.is_intact():
         return frame
     frame = Frame(recipe, parent)
     if parent is not None:
         parent.children.append(weakref.ref(frame))
     if len(recipe.parts) > 1:
-        spans[recipe] = weakref.ref(frame)
+        spans[recipe] = frame
     recipe.num_calls += 1
     if recipe.check == "always" or (recipe.check == "first" and not recipe.learned.is_checked):
         frame.sums = []

@@ -38,7 +38,7 @@ from autoremat.runtime._links import Returned, relinked, tensors_in
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._recipe import Recipe, Run, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
-from autoremat.runtime._stack import STACK, end_call, unwind
+from autoremat.runtime._stack import STACK, end_call, end_span, unwind
 from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import Copier, tighten
 
@@ -96,7 +96,7 @@ class Frame:
         self.draws: list[bool] = []
         self.random: list[RandomStates | None] = []
         self.children: list[weakref.ref[Frame]] = []
-        self.spans: dict[Recipe, weakref.ref[Frame]] = {}
+        self.spans: dict[Recipe, Frame] = {}
         self.group: object | None = None
         self.is_running = self.is_closed = self.is_done = self.is_kept = self.is_inline = False
         self.lock = threading.RLock()
@@ -153,7 +153,7 @@ class Frame:
     def close(self) -> None:
         """Forward has left it: a span that left out its last calls does not go on, a further call starts anew."""
         if not self.is_closed:
-            self.is_closed = True
+            end_span(self)
             if self.hooks is not None and not self.is_inline:
                 self.hooks.seal()
             if self.parent is None and not self.is_inline:
@@ -197,7 +197,7 @@ class Frame:
         del self.holders[num_holders:], self.expected[num_holders:]
         if self.sums is not None:
             del self.sums[num_holders:]
-        self.is_closed = True
+        end_span(self)
         if not self.runs:
             self.release()
 
@@ -230,8 +230,8 @@ class Replay:
     """The region running again in backward."""
 
     __slots__ = (
-        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_is_needed_again", "_last", "_open",
-        "_outputs", "_repeats", "_run", "_swap", "mode",
+        "_base", "_child", "_children_left", "_error", "_frame", "_index", "_inline", "_is_needed_again", "_last",
+        "_open", "_outputs", "_repeats", "_run", "_swap", "mode",
     )  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
@@ -239,6 +239,7 @@ class Replay:
         self._index = 0
         self._child = 0
         self._open: dict[Recipe, Repeat] = {}
+        self._inline: set[Recipe] = set()  # spans inside that nobody will ask for: their further calls are plain, too
         alive = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         self._last = alive[-1] if alive else -1
         self._children_left = len(frame.waiting_children(ready=False))
@@ -429,10 +430,14 @@ class Replay:
             repeat.run += 1
             if repeat.run >= len(repeat.first.runs) or repeat.first.runs[repeat.run].part != part:
                 self._refuse(f"{recipe.name} runs other calls in recompute than in forward. Take it out of the plan.")
+        elif part and recipe in self._inline:
+            return None
         else:
             first = self._first_call(recipe, part)
             if first is None:
+                self._inline.add(recipe)
                 return None
+            self._inline.discard(recipe)
             repeat = self._open[recipe] = Repeat(first, Frame(recipe, None), was_ready=first.is_ready)
         repeat.frame.runs.append(Run(part, None))
         if repeat.first.shares_entries and repeat.run == 0 and not repeat.was_ready:

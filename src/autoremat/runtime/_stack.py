@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoremat.runtime import _torch_compat as compat
@@ -80,11 +79,27 @@ class Active:
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.items: list[Active | Replay] = []
-        self.spans: weakref.WeakKeyDictionary[Recipe, weakref.ref[Frame]] = weakref.WeakKeyDictionary()
+        # Autograd alone does not keep a frame alive as long as its calls have saved nothing.
+        self.spans: dict[Recipe, Frame] = {}
 
 
 STACK = _Stack()
 """Regions running on this thread, and spans that may go on with a further call."""
+
+
+def end_span(frame: Frame) -> None:
+    """No further call belongs to this execution of a region."""
+    frame.is_closed = True
+    frame.spans.clear()
+    spans = frame.parent.spans if frame.parent is not None else STACK.spans
+    if spans.get(frame.recipe) is frame:
+        del spans[frame.recipe]
+
+
+def drop_spans(recipes: Iterable[Recipe]) -> None:
+    """The forward around these regions is over: those that have not run their last call do not go on."""
+    for recipe in recipes:
+        STACK.spans.pop(recipe, None)
 
 
 def active_regions() -> list[Active | Replay]:
