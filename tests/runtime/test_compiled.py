@@ -257,6 +257,30 @@ def test_buffers_are_updated_once_and_ops_in_place_work():
     assert_close(step(compiled, model, x), plain_step(make, x))
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return torch.tanh(self.linear(x)).sin()
+
+
+def test_an_attribute_that_forward_changes_is_changed_once():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Counting(), Counting())
+
+    model = make()
+    ar.apply(model, Plan((Region("0"), Region("1"))))
+    found = torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+    assert_close(step(compiled, model), plain_step(make))
+    assert [block.num_calls for block in model] == [1, 1]
+    assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint == found
+
+
 def test_autocast_finds_the_same_ops():
     def run(call, model):
         with torch.autocast("cpu", torch.bfloat16):

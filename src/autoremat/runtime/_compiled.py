@@ -103,7 +103,10 @@ class CompiledForward:
         if not torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         check_traced(self.name, tuple(kwargs))
-        return torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
+        found = compat.skip_side_effects_in_recompute(True)  # attributes that forward changes are changed once
+        output = torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
+        compat.skip_side_effects_in_recompute(found)
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         function, module = self._parts()
