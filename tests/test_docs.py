@@ -47,6 +47,7 @@ def _pages_to_run() -> list:
     return [pytest.param(page, marks=pytest.mark.slow if page in SLOW_PAGES else ()) for page in pages]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own import
 @pytest.mark.parametrize("page", _pages_to_run())
 def test_the_examples_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -369,7 +369,7 @@ def why(
         >>> graph = trace(model, torch.ones(512, 64), loss=lambda y: y.sum())
         >>> curve = frontier(graph)
         >>> reasons = why(graph, curve.plan(curve.smallest_bytes))
-        >>> all(region.peak_without_bytes > curve.smallest_bytes for region in reasons.regions)
+        >>> any(region.peak_without_bytes > curve.smallest_bytes for region in reasons.regions)
         True
     """
     device = find_target(None, target or plan.target or None, graph.device_kind)

@@ -46,7 +46,8 @@ class Enabled:
 
     Example:
         >>> import autoremat as ar
-        >>> model = ar.enable(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), budget="1GiB", optimizer=None)
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> model = ar.enable(model, budget="1GiB", optimizer=None, loss=torch.mean)
         >>> model(torch.ones(4, 8)).mean().backward()
         >>> ar.enabled(model).plan.planned.peak_bytes < ar.enabled(model).budget_bytes
         True

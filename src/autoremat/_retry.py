@@ -46,7 +46,7 @@ def retry_step(model: nn.Module) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     Example:
         >>> from autoremat import enable
-        >>> model = enable(nn.Linear(4, 1), budget="1GiB", optimizer=None)
+        >>> model = enable(nn.Linear(4, 1), budget="1GiB", optimizer=None, loss=lambda y: y.square().mean())
         >>> @retry_step(model)
         ... def step(batch):
         ...     loss = model(batch).square().mean()

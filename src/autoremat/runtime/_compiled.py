@@ -197,7 +197,7 @@ class RegionTracer:
                 f"Region {name!r}: torch's activation_memory_budget is set to {compat.activation_memory_budget()} as "
                 "well, and would decide again what the plan has decided. Set it to 1, or take the plan off."
             )
-        if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+        if any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")):
             cast = next((o for o in self.region.saved if o.op == _CASTS), None)
             if cast is not None:
                 raise compat.refuse_compile(
