@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -252,3 +253,32 @@ def test_no_plan_is_dearer_than_a_schedule_by_name_that_fits(name: str) -> None:
     solution = planner.plan(budget)
     assert solution.peak_bytes <= budget
     assert solution.cost <= cost_of(graph, regions, flops_of(graph))
+
+
+@pytest.mark.parametrize("num_blocks", [3, 6])
+def test_nests_cost_what_the_table_says(num_blocks: int) -> None:
+    """Also where a region inside makes its nest run on to the region's end."""
+    block: Recipe = (
+        ("norm", 0, 4),
+        ("call", (("linear", 0, 12), ("attention", 1, 4), ("linear", 0, 4)), 0),
+        ("add", 2, 4),
+        ("norm", 0, 4),
+        ("call", (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 4)), 0),
+        ("add", 2, 4),
+    )
+    graph = build_step(tuple((f"h.{i}", block) for i in range(num_blocks)), loss_bytes=20)
+    facts = collect_facts(graph, flops_of(graph))
+    problem = build_problem(facts, flops_of(graph))
+    own = {(nest.number, nest.stores): nest.cost for nests in problem.chain.nests for nest in nests}
+    costs = flops_of(graph)
+    seen = set()
+    for n, nest in enumerate(problem.segments.nests):
+        for c, candidate in enumerate(problem.segments.candidates):
+            if nest.start <= candidate.start and candidate.stop < nest.stop:
+                for o, option in enumerate(problem.options[c]):
+                    (region,) = problem.regions([(-1 - n, 0, ((c, o, ()),))])
+                    edge = next(e for e in problem.chain.edges[candidate.start] if e.candidate == c)
+                    late = float(problem.chain.late(np.array([edge.stop]), edge.ready[o : o + 1], nest.stop)[0])
+                    assert cost_of(graph, (region,), costs) == own[-1 - n, 0] + late + option.cost
+                    seen.add(np.sign(late))
+    assert seen == {-1, 0, 1}

@@ -40,7 +40,9 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 4) -> Chain
                 )
                 freed = array(*saved) - draw(st.integers(0, 3))
                 costs = np.array(cost, float)
-                edges[start].append(Edge(count, stop, array(*forward), array(*backward), freed, costs, np.array(stuck)))
+                ready = np.array(draw(st.lists(small, min_size=options, max_size=options)), float)
+                demands = array(*forward), array(*backward)
+                edges[start].append(Edge(count, stop, *demands, freed, costs, np.array(stuck), ready))
                 count += 1
     for n in range(draw(st.integers(0, max_nests))):
         start = draw(st.integers(0, num - 1))
@@ -48,10 +50,14 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 4) -> Chain
         stores = draw(st.integers(0, NUM_SETS - 1))
         forward, saved, held, cost = (draw(number) for _ in range(4))
         stuck = array(draw(small), draw(small))
-        nests[start].append(NestEdge(-1 - n, stores, stop, forward, saved, held % 3, float(cost), stuck))
+        nests[start].append(
+            NestEdge(-1 - n, stores, stop, forward, saved, held % 3, float(cost), stuck, float(draw(small)))
+        )
     lists = [draw(st.lists(number, min_size=num, max_size=num)) for _ in range(2)]
     shift = draw(st.lists(st.integers(-5, 5), min_size=num + 1, max_size=num + 1))
     stored = draw(st.lists(st.lists(small, min_size=num, max_size=num), min_size=NUM_SETS, max_size=NUM_SETS))
+    work = np.cumsum([0, *draw(st.lists(small, min_size=num, max_size=num))]).astype(float)
+    tail = work - np.array(draw(st.lists(small, min_size=num + 1, max_size=num + 1)))
     return Chain(
         edges=tuple(map(tuple, edges)),
         nests=tuple(map(tuple, nests)),
@@ -60,6 +66,9 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 4) -> Chain
         shift=array(*shift),
         required=draw(st.integers(0, 40)),
         stored=np.array([np.cumsum([0, *sizes]) for sizes in stored]),
+        work=work,
+        tail=tail,
+        reach=array(*draw(st.lists(st.integers(0, num), min_size=num + 1, max_size=num + 1))),
     )
 
 
@@ -74,6 +83,11 @@ def paths(chain: Chain, start: int, end: int, stores: int | None) -> dict[tuple[
     def is_inside(edge: Edge | NestEdge) -> bool:
         return edge.stop <= end if stores is None else edge.stop < end
 
+    def late(edge: Edge | NestEdge, ready: float) -> float:
+        """What a nest costs more or less because a region inside reaches its tail."""
+        reaches = stores == 0 and edge.stop >= chain.reach[end]
+        return ready - float(chain.tail[end]) if reaches else 0.0
+
     found: dict[tuple[Pick, ...], Row] = {}
     demand = max(int(chain.forward[start]) + extra, int(chain.backward[start]))
     for picks, (cost, need) in paths(chain, start + 1, end, stores).items():
@@ -83,7 +97,8 @@ def paths(chain: Chain, start: int, end: int, stores: int | None) -> dict[tuple[
             demand = max(int(edge.forward[k]) + extra, int(edge.backward[k]))
             saved = int(edge.saved[k]) - (0 if stores is None else int(edge.stuck[stores, k]))
             for picks, (cost, need) in paths(chain, edge.stop, end, stores).items():
-                found[((edge.candidate, k, ()), *picks)] = (cost + float(edge.cost[k]), max(demand, need - saved))
+                own = float(edge.cost[k]) + late(edge, float(edge.ready[k]))
+                found[((edge.candidate, k, ()), *picks)] = (cost + own, max(demand, need - saved))
     for nest in filter(is_inside, chain.nests[start]):
         inside = paths(chain, start, nest.stop, nest.stores)
         behind = paths(chain, nest.stop, end, stores)
@@ -91,7 +106,8 @@ def paths(chain: Chain, start: int, end: int, stores: int | None) -> dict[tuple[
         for inner, (inner_cost, inner_need) in inside.items():
             for picks, (cost, need) in behind.items():
                 demand = max(nest.forward + extra, inner_need + nest.held, need - saved)
-                found[((nest.number, nest.stores, inner), *picks)] = (cost + inner_cost + nest.cost, demand)
+                own = nest.cost + late(nest, nest.ready)
+                found[((nest.number, nest.stores, inner), *picks)] = (cost + inner_cost + own, demand)
     return found
 
 
@@ -132,16 +148,18 @@ def test_few_slots_never_admit_what_does_not_fit_and_find_what_there_is(
 
 def stack(num: int, saved: np.ndarray, cost: np.ndarray, size: int, *, nests: bool = False) -> Chain:
     """Equal blocks of a size, each with the same options."""
-    full, none = np.full(len(saved), size), np.zeros((1, len(saved)), int)
-    edges = tuple((Edge(i, i + 1, i * size + full, i * size + full, saved, cost, none),) for i in range(num))
+    full, none, never = np.full(len(saved), size), np.zeros((1, len(saved)), int), np.zeros(len(saved))
+    edges = tuple((Edge(i, i + 1, i * size + full, i * size + full, saved, cost, none, never),) for i in range(num))
     spans: list[list[NestEdge]] = [[] for _ in range(num + 1)]
     for i in range(num if nests else 0):
         for j in range(i + 1, num + 1):
             freed = (j - i - 1) * size + int(saved[-1])
-            spans[i].append(NestEdge(-1, 0, j, (i + 1) * size, freed, 0, float(j - i), array(0)))
+            spans[i].append(NestEdge(-1, 0, j, (i + 1) * size, freed, 0, float(j - i), array(0), 0.0))
     base = np.arange(num, dtype=np.int64) * size + size
     nothing = np.zeros((1, num + 1), int)
-    return Chain((*edges, ()), tuple(map(tuple, spans)), base, base, np.zeros(num + 1, int), num * size, nothing)
+    work, shift = np.zeros(num + 1), np.zeros(num + 1, int)
+    never = np.full(num + 1, num + 1)
+    return Chain((*edges, ()), tuple(map(tuple, spans)), base, base, shift, num * size, nothing, work, work, never)
 
 
 def test_the_last_of_equal_blocks_is_kept() -> None:

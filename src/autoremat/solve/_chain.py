@@ -30,6 +30,7 @@ class Edge:
         saved: Bytes that each option frees; negative if it holds more than the plain step.
         cost: Cost of each option.
         stuck: For each store set, bytes that each option does not free inside a nest that stores the set.
+        ready: For each option, cost of all that forward runs before a nest around may stop because of it.
     """
 
     candidate: int
@@ -39,6 +40,7 @@ class Edge:
     saved: Bytes
     cost: Costs
     stuck: Bytes
+    ready: Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class NestEdge:
         held: Bytes that it holds until its recompute although the plain step frees them.
         cost: Cost of running it again, without what is recomputed inside.
         stuck: For each store set, bytes that it does not free inside a nest that stores the set.
+        ready: Cost of all that forward runs before a nest around may stop because of it.
     """
 
     number: int
@@ -64,6 +67,7 @@ class NestEdge:
     held: int
     cost: float
     stuck: Bytes
+    ready: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,9 @@ class Chain:
         shift: How much more is alive when backward reaches a position than when forward did, in the plain step.
         required: What the turn from forward to backward demands.
         stored: For each store set, its bytes that are born before each position.
+        work: Cost of all that forward runs before each position.
+        tail: The same before the last tensor that backward needs of a nest which ends at the position.
+        reach: Position behind the call which saves that tensor.
     """
 
     edges: tuple[tuple[Edge, ...], ...]
@@ -87,6 +94,15 @@ class Chain:
     shift: Bytes
     required: int
     stored: Bytes
+    work: Costs
+    tail: Costs
+    reach: Bytes
+
+    def late(self, stop: Bytes, ready: Costs, end: int) -> Costs:
+        """What a nest that stores nothing costs more, or less, because of a region inside that reaches its tail."""
+        # Differences of sums: rounded, so that equal stretches have equal ones.
+        found: Costs = np.where(stop >= self.reach[end], np.round(ready - self.tail[end], 12), 0.0)
+        return found
 
     @property
     def last(self) -> int:
@@ -115,38 +131,56 @@ class Ways:
         stuck: Bytes not freed inside nests, by store set.
         held: Bytes that a nest holds.
         cost: Cost, of nests without what is inside.
+        ready: For regions, cost of all that forward runs before a nest around may stop because of them.
         nests: Which of the ways are nests.
     """
 
-    __slots__ = ("backward", "cost", "forward", "held", "nests", "number", "option", "saved", "stop", "stuck")
+    __slots__ = (
+        "backward",
+        "cost",
+        "forward",
+        "held",
+        "nests",
+        "number",
+        "option",
+        "ready",
+        "saved",
+        "stop",
+        "stuck",
+    )
 
     def __init__(self, chain: Chain, position: int) -> None:
         zero, never = np.zeros(1, np.int64), np.zeros((len(chain.stored), 1), np.int64)
         demand = chain.forward[position : position + 1], chain.backward[position : position + 1]
-        rows: list[tuple[int, int, tuple[Bytes, ...], Costs]] = [
-            (position + 1, PLAIN, (zero, *demand, zero, zero, never), np.zeros(1))
+        rows: list[tuple[int, int, tuple[Bytes | Costs, ...], Costs]] = [
+            (position + 1, PLAIN, (zero, *demand, zero, zero, np.full(1, -np.inf), never), np.zeros(1))
         ]
         for edge in chain.edges[position]:
             options = np.arange(len(edge.cost))
-            parts: tuple[Bytes, ...] = (
+            parts: tuple[Bytes | Costs, ...] = (
                 options,
                 edge.forward,
                 edge.backward,
                 edge.saved,
                 np.zeros_like(options),
+                edge.ready,
                 edge.stuck,
             )
             rows.append((edge.stop, edge.candidate, parts, edge.cost))
         for nest in chain.nests[position]:
             numbers = (nest.stores, nest.forward, 0, nest.saved, nest.held)
-            parts = (*(np.array([number], np.int64) for number in numbers), nest.stuck[:, None])
+            parts = (
+                *(np.array([number], np.int64) for number in numbers),
+                np.array([nest.ready]),
+                nest.stuck[:, None],
+            )
             rows.append((nest.stop, nest.number, parts, np.array([nest.cost])))
         rows.sort(key=lambda row: row[0])
         sizes = [len(row[-1]) for row in rows]
         self.stop = np.repeat(np.array([row[0] for row in rows], np.int64), sizes)
         self.number = np.repeat(np.array([row[1] for row in rows], np.int64), sizes)
         columns = zip(*(row[2] for row in rows), strict=True)
-        self.option, self.forward, self.backward, self.saved, self.held, self.stuck = (
+        self.option, self.forward, self.backward, self.saved, self.held, self.ready, self.stuck = (
             np.concatenate(found, axis=-1) for found in columns
         )
         self.cost = np.concatenate([row[3] for row in rows])

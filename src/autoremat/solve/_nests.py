@@ -162,8 +162,14 @@ class NestDemands:
         self._stacks: dict[tuple[int, int], _Stack] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def edges(self, number: int, nest: Nest) -> Iterator[NestEdge]:
-        """A nest as edges, one for each set: the highest demand and the least freed over all micro-steps."""
+    def edges(self, number: int, nest: Nest, *, ready: tuple[float, float]) -> Iterator[NestEdge]:
+        """A nest as edges, one for each set: the highest demand and the least freed over all micro-steps.
+
+        Args:
+            number: Which nest.
+            nest: The nest.
+            ready: Cost of all that forward runs before its last call starts, and before it ends.
+        """
         stacks = [self._stack(calls) for calls in nest.members]
         first, last = (stacks[0].calls.index(nest.members[0][place]) for place in (0, -1))
         held = [self._held_bytes(calls) for calls in nest.members]
@@ -188,6 +194,7 @@ class NestDemands:
                 held=max(holds),
                 cost=(sum(full for full, _ in costs[:-1]) + costs[-1][1]) * len(nest.members),
                 stuck=np.max([stack.stuck(first, last, stores) for stack in stacks], axis=0),
+                ready=ready[stores > 0],
             )
 
     def _held_bytes(self, calls: Calls) -> int:

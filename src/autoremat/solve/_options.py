@@ -39,6 +39,7 @@ class Option:
         recompute_bytes: Largest live bytes of its recompute, above what lives just before.
         freed_bytes: What is not alive just before its recompute and is in the plain step.
         forward: Change of live bytes against the plain step while each of its forward ops runs.
+        selective: Whether it watches ops; then a region around runs its calls to their end.
     """
 
     kept: frozenset[int]
@@ -48,6 +49,7 @@ class Option:
     recompute_bytes: int
     freed_bytes: int
     forward: Bytes
+    selective: bool
 
 
 def enumerate_options(
@@ -149,6 +151,7 @@ def _price(
         recompute_bytes=_recompute_bytes(facts, inner, kept, work) + graph.rng_state_bytes * min(1, held_states),
         freed_bytes=sum(size[s] for s in dropped if inner.deaths[s] <= inner.at) - held,
         forward=np.cumsum(forward)[:-1],
+        selective=work.selective,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoremat._replay import Extent, RegionSpec, held_inputs, replay
-from autoremat.solve._chain import Chain, Edge, NestEdge
+from autoremat.solve._chain import Chain, Costs, Edge, NestEdge
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._nests import NestDemands, StoreSets, store_sets
 from autoremat.solve._options import Option, RegionCost, cost_around, enumerate_options
@@ -189,14 +189,24 @@ class _Demands:
         num = len(self.clocks[0])
         edges: list[list[Edge]] = [[] for _ in range(num)]
         nests: list[list[NestEdge]] = [[] for _ in range(num)]
+        sums = np.cumsum([0.0, *op_cost]) * len(self.clocks)
+        work = sums[np.array(self.clocks[0])]
         for number, candidate in enumerate(self.segments.candidates):
-            edges[candidate.start].append(self._edge(number, candidate))
+            begun = sums[self.facts.graph.calls[candidate.members[0].calls[-1]].start]
+            edges[candidate.start].append(self._edge(number, candidate, work, begun))
         demands = NestDemands(self.facts, self.segments, self.sets, op_cost, self.during, region_cost)
         for number, nest in enumerate(self.segments.nests):
-            nests[nest.start].extend(demands.edges(number, nest))
+            begun = sums[self.facts.graph.calls[nest.members[0][-1]].start]
+            nests[nest.start].extend(demands.edges(number, nest, ready=(begun, work[nest.stop])))
         steps = list(zip(self.clocks, self.turns, strict=True))
         forward = [max(self._highest(c[p], c[p + 1]) for c, _ in steps) for p in range(num - 1)]
         backward = [max(self._highest(t[p + 1], t[p]) for _, t in steps) for p in range(num - 1)]
+        tail, reach = work.copy(), np.full(num, num)
+        for nest in self.segments.nests:
+            saved = self.facts.saved_in(*nest.members[0])
+            if saved:
+                packed, behind = max((r.packed, self.facts.graph.calls[r.call].end) for r in saved)
+                tail[nest.stop], reach[nest.stop] = sums[packed], np.searchsorted(self.clocks[0], behind)
         shift = [max(int(self.between[t[p]] - self.between[c[p]]) for c, t in steps) for p in range(num)]
         return Chain(
             edges=tuple(map(tuple, edges)),
@@ -206,6 +216,9 @@ class _Demands:
             shift=np.array(shift, np.int64),
             required=max(self._highest(c[-1], t[-1] + 1) for c, t in steps),
             stored=np.array([self._stored(found) for found in zip(*self.sets, strict=True)]),
+            work=work,
+            tail=tail,
+            reach=reach,
         )
 
     def _stored(self, sets: Sequence[frozenset[int]]) -> Bytes:
@@ -222,7 +235,7 @@ class _Demands:
     def _highest(self, start: int, stop: int) -> int:
         return int(self.during[start:stop].max(initial=0))
 
-    def _edge(self, number: int, candidate: Candidate) -> Edge:
+    def _edge(self, number: int, candidate: Candidate, work: Costs, begun: float) -> Edge:
         parts = []
         for step, member in enumerate(candidate.members):
             parts.append(self._member(candidate, member, step, self.options[number]))
@@ -236,6 +249,7 @@ class _Demands:
             saved=saved.min(axis=0),
             cost=cost,
             stuck=stuck.max(axis=0),
+            ready=np.where([option.selective for option in self.options[number]], work[candidate.stop], begun),
         )
 
     def _held_inputs(self, member: Inner) -> int:

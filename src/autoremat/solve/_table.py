@@ -31,7 +31,7 @@ import numpy as np
 from autoremat.solve._chain import PLAIN, Chain, Costs, Ways
 from autoremat.solve._facts import Bytes
 
-NUM_SLOTS = 1024
+NUM_SLOTS = 16384
 _ANY = -(1 << 60)
 """Memory needed where nothing is."""
 Pick = tuple[int, int, tuple["Pick", ...]]
@@ -66,6 +66,7 @@ class _Moves:
 
     Attributes:
         ways: The ways; a part takes as many of them as are listed here.
+        cost: Cost of each, of nests without what is inside.
         demand: Least memory with which each can be taken and the end be reached.
         gain: Memory at the position reached less memory here.
         behind: State at the position reached.
@@ -75,6 +76,7 @@ class _Moves:
     """
 
     ways: Ways
+    cost: Costs
     demand: Bytes
     gain: Bytes
     behind: Bytes
@@ -146,7 +148,7 @@ class Table:
             key = (
                 *(numbers.tobytes() for numbers in (moves.demand, moves.gain, moves.behind)),
                 *(numbers.tobytes() for numbers in (moves.nests, moves.inner_gain, moves.inside)),
-                moves.ways.cost[: len(moves.demand)].tobytes(),
+                moves.cost.tobytes(),
             )
             if key not in self._known:
                 self._known[key] = self._solve(moves)
@@ -167,8 +169,11 @@ class Table:
         # Nothing that stops where a nest does is a region inside it. The plain step always goes on.
         num = len(ways.stop) if part is self._whole else max(1, int(np.searchsorted(ways.stop, part.end)))
         stop, saved, level = ways.stop[:num], ways.saved[:num], self._level[part.row]
+        cost = ways.cost[:num].copy()
         if part.stores is not None:
             saved = saved - ways.stuck[part.stores, :num]
+        if part.stores == 0:
+            cost[1:] += self.chain.late(stop[1:], ways.ready[1:num], part.end)
         gain = saved + level[position] - level[stop]
         behind = self._state[part.row, stop]
         demand = np.maximum(ways.forward[:num] + part.extra[position], ways.backward[:num]) - level[position]
@@ -178,7 +183,7 @@ class Table:
         inner_gain = level[position] - self._level[rows, position] - ways.held[nests]
         inside = self._state[rows, position]
         demand[nests] = np.maximum(demand[nests], self._needs[inside] - inner_gain)
-        return _Moves(ways, demand, gain, behind, nests, inner_gain, inside)
+        return _Moves(ways, cost, demand, gain, behind, nests, inner_gain, inside)
 
     def _solve(self, moves: _Moves) -> int:
         """Least cost by slot over all ways on."""
@@ -192,8 +197,8 @@ class Table:
             zip(moves.nests.tolist(), zip(inner_shift.tolist(), moves.inside.tolist(), strict=True), strict=True)
         )
         best = np.full(num_slots, np.inf)
-        lists = (first.tolist(), shift.tolist(), moves.behind.tolist(), moves.ways.cost.tolist())
-        for way, (start, move, behind, cost) in enumerate(zip(*lists, strict=False)):
+        lists = (first.tolist(), shift.tolist(), moves.behind.tolist(), moves.cost.tolist())
+        for way, (start, move, behind, cost) in enumerate(zip(*lists, strict=True)):
             if start >= num_slots:
                 continue
             parts = [(self._values[behind], start + move)]
@@ -216,7 +221,7 @@ class Table:
         while position < part.end:
             moves = self._moves(part, position)
             fits = np.flatnonzero(moves.demand <= memory)
-            own = moves.ways.cost[: len(moves.demand)].copy()
+            own = moves.cost.copy()
             own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
             own, left = own[fits], memory + moves.gain[fits] - self._needs[moves.behind[fits]]
             cost = own + self._cost(moves.behind[fits], memory + moves.gain[fits])
