@@ -6,6 +6,10 @@ answers is noted on the nodes that an op becomes, and the partitioner stores or 
 found by operator and occurrence, as in eager mode; that the module which calls it is the plan's is checked while the
 compiler traces. Ops that only stored outputs need are dead code in backward, which the compiler drops.
 
+What a region hands on is stored, as in eager mode, where whoever takes it saves it. torch's partitioner means to do that
+for the region's last op, but cannot if that is a view or has several outputs (a layer norm): then it would recompute a
+region from the one before it, and so on to the first. So the op behind the output is marked here.
+
 The calls of a span share one graph id: to the partitioner they are one region. A region that cannot be expressed is
 refused by name: nested ones (the compiler recomputes each op once), single calls of a module that is called more often.
 
@@ -15,6 +19,7 @@ refused; `Applied.executed` counts no calls in compiled code; what lies outside 
 
 from __future__ import annotations
 
+import operator
 import re
 import types
 import weakref
@@ -24,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -35,6 +40,7 @@ from autoremat.runtime._layout import find_module
 from autoremat.runtime._stack import active_regions
 
 _CASTS = "aten._to_copy.default"
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _TAKEN_BY_CHECKPOINT = frozenset(
     {"function", "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop"}
 )
@@ -217,6 +223,40 @@ class RegionTracer:
                 f"and the compiler's graph of it has {progress.counts[op]} calls of that operator. Make the plan on "
                 "the same device, with the same inputs, and without code that asks whether it is being compiled."
             )
+        _store_what_is_handed_on(progress.graph_id)
+
+
+def _store_what_is_handed_on(graph_id: int | None) -> None:
+    """Mark the ops that made what leaves a region as stored; called when its forward has been traced."""
+    for node in compat.traced_nodes():
+        if node.meta.get("ac_graph_id") == graph_id and _leaves_region(node):
+            _store(node)
+
+
+def _leaves_region(node: fx.Node) -> bool:
+    """Whether nobody in its region takes an op's result; statistics that a normalization has beside it do not count."""
+    if node.target is operator.getitem and node.args[1] != 0:
+        return False
+    is_tuple = any(user.target is operator.getitem for user in node.users)
+    return not is_tuple and node.target not in _ALIASES and not _is_taken_inside(node)
+
+
+def _is_taken_inside(node: fx.Node) -> bool:
+    """Whether an op in its region takes a node's result. Selective checkpointing makes aliases of all, for nobody."""
+    inside = [user for user in node.users if user.meta.get("ac_graph_id") == node.meta["ac_graph_id"]]
+    return any(user.target not in _ALIASES or _is_taken_inside(user) for user in inside)
+
+
+def _store(node: fx.Node) -> None:
+    """Mark an op as stored: whole, if it has several outputs, and the one behind it, if it is a view."""
+    graph_id = node.meta["ac_graph_id"]
+    while node.target is operator.getitem or getattr(node.target, "is_view", False):
+        behind = node.args[0]
+        if not isinstance(behind, fx.Node) or behind.meta.get("ac_graph_id") != graph_id:
+            return  # a view of what came into the region
+        node = behind
+    for part in (node, *(user for user in node.users if user.target is operator.getitem)):
+        part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 class Policy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +62,7 @@ __all__ = [
     "skip_side_effects_in_recompute",
     "top_hooks",
     "traced_module",
+    "traced_nodes",
     "transforms_or_tracing_active",
     "unobserved",
     "wrap_as_backward_hooks_do",
@@ -243,6 +244,12 @@ def traced_module() -> str | None:
     """Where the module is that makes the op call which the compiler is tracing, as a source expression."""
     stack: Any = torch.fx.traceback.current_meta.get("nn_module_stack")
     return None if not stack else str(list(stack.values())[-1][0])
+
+
+def traced_nodes() -> Iterable[torch.fx.Node]:
+    """What the compiler has traced of a graph so far; nothing where it only infers shapes. No public reader."""
+    mode: Any = torch.fx.experimental.proxy_tensor.get_proxy_mode()
+    return () if mode is None else mode.tracer.graph.nodes
 
 
 def selective_contexts(policy: Any, at_end: Callable[[], None]) -> tuple[Any, Any]:
