@@ -24,7 +24,7 @@ SETTINGS = (
 )
 
 
-def backend(counts):
+def backend(counts, *, decompose=True):
     """A backend that runs the partitioned graphs as they are, and appends the FLOPs of each to `counts`."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -35,25 +35,30 @@ def backend(counts):
         return boxed_nop(graph_module, inputs)
 
     partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
-    return aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, decompositions=select_decomp_table
-    )
+    table = select_decomp_table if decompose else None
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, decompositions=table)
 
 
 def _flops(node):
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+    if node.op != "call_function":
         return 0
-    args = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
-    return flops_of(node.target.__name__.split(".")[0], args, node.meta.get("val"))
+    target, args = node.target, list(node.args)
+    if not hasattr(target, "_schema"):  # recomputed attention runs inside an op that keeps or sets the random state
+        position = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
+        if position is None:
+            return 0
+        target, args = args[position], args[position + 1 :]
+    args = [a.meta["val"] if isinstance(a, Node) else a for a in args]
+    return flops_of(target.__name__.split(".")[0], args, node.meta.get("val"))
 
 
 @contextlib.contextmanager
-def compiled(model, budget, solver):
+def compiled(model, budget=1.0, solver="dp", *, decompose=True):
     """The model compiled under a budget, and the list that gets the FLOPs of its graphs."""
     torch._dynamo.reset()
     counts = []
     changed = {"activation_memory_budget": budget, "activation_memory_budget_solver": solver}
     quiet = {"ignore_logging_functions": {warning_once}}  # it would break the graph
     with config.patch(enable_autograd_cache=False, **changed), torch._dynamo.config.patch(**quiet):
-        yield torch.compile(model, backend=backend(counts), fullgraph=True), counts
+        yield torch.compile(model, backend=backend(counts, decompose=decompose), fullgraph=True), counts
     torch._dynamo.reset()

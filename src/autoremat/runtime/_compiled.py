@@ -6,7 +6,7 @@ answers is noted on the nodes that an op becomes, and the partitioner stores or 
 found by operator and occurrence, as in eager mode; that the module which calls it is the plan's is checked while the
 compiler traces. Ops that only stored outputs need are dead code in backward, which the compiler drops.
 
-What a region hands on is stored, as in eager mode, where whoever takes it saves it. torch's partitioner means to do that
+What a region hands on is stored, as in eager mode, where whoever takes it saves it. torch's partitioner means to do so
 for the region's last op, but cannot if that is a view or has several outputs (a layer norm): then it would recompute a
 region from the one before it, and so on to the first. So the op behind the output is marked here.
 
