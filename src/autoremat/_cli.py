@@ -42,22 +42,21 @@ from autoremat._cli_support import (
     autocast_of,
     budget_bytes,
     budget_kind,
+    building,
     find_reasons,
-    load_built,
     make_plan,
     optimizer_of,
     parallel_of,
     read_or_make_plan,
+    read_plan,
     show,
     show_json,
     show_plan,
     shown_progress,
+    write_file,
     write_frontier,
-    write_text,
 )
 from autoremat._cli_teach import teach
-from autoremat._errors import UsageError
-from autoremat._plan import Plan
 from autoremat._targets import get_target, target_names
 
 EXIT_FAILED_CHECK = 1
@@ -99,9 +98,7 @@ def plan(
     """Find the plan with the least slowdown under a budget. Needs no GPU and no memory for the weights."""
     resolved = budget_bytes(budget, target)
     parallel = parallel_of(ddp=ddp, shard=shard)
-    with shown_progress(quiet=json) as report:
-        report(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=json) as (built, report):
         made = make_plan(
             built,
             report,
@@ -120,7 +117,7 @@ def plan(
             dry_run=dry_run,
         )
     if output is not None:
-        write_text(made.to_json(), output, what="plan")
+        write_file(made.to_json(), output, what="plan")
     show_plan(made, json=json, output=output)
 
 
@@ -141,9 +138,7 @@ def why(
     json: JsonOption = False,
 ) -> None:
     """Say why each region of a plan is there, what more memory would buy, and what stops a budget from going lower."""
-    with shown_progress(quiet=json) as report:
-        report(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=json) as (built, report):
         found = find_reasons(
             built,
             report,
@@ -193,9 +188,7 @@ def frontier(
     """Find the least slowdown for every budget, from the smallest possible peak to no checkpointing."""
     parallel = parallel_of(ddp=ddp, shard=shard)
     is_picture = output is not None and output.suffix in (".svg", ".png")
-    with shown_progress(quiet=json) as report:
-        report(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=json) as (built, report):
         from autoremat._api import frontier as find_frontier
 
         curve = find_frontier(
@@ -241,8 +234,7 @@ def verify(
     """Run a plain and a planned step and compare loss, gradients, buffers and random state, bit for bit."""
     from autoremat._verify import verify as run_verify
 
-    with shown_progress(quiet=json) as report:
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=False)
+    with building(model, batch=batch, seq=seq, precision=precision, fake=False, quiet=json) as (built, report):
         chosen, around = optimizer_of(optimizer), {"scaler": scaler, "ema": ema}
         options = {"target": target, "optimizer": chosen, "objective": objective, **around}
         made = read_or_make_plan(plan_file, built, report, budget=budget, precision=precision, **options)
@@ -283,8 +275,7 @@ def measure(
     """Run real steps, plain and planned, and measure peak and time beside the prediction."""
     from autoremat._measure import measure as run_measure
 
-    with shown_progress(quiet=json) as report:
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=False)
+    with building(model, batch=batch, seq=seq, precision=precision, fake=False, quiet=json) as (built, report):
         chosen = optimizer_of(optimizer)
         around: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "scaler": scaler, "ema": ema}
         options = {"target": target, "optimizer": chosen, "objective": objective, **around}
@@ -336,9 +327,7 @@ def advise(
     from autoremat._advise import advise as run_advise
     from autoremat._loader import builder
 
-    with shown_progress(quiet=json) as report:
-        report(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=json) as (built, report):
         found = run_advise(
             built.model,
             built.batch,
@@ -428,14 +417,10 @@ def write_report(
     from autoremat._report_file import report, report_kind
 
     kind = report_kind(output, format_)
-    if plan_file is not None and budget is not None:
-        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
-    made = None if plan_file is None else Plan.load(plan_file)
+    made = read_plan(plan_file, budget)
     resolved = budget_bytes(budget, target) if made is None and (budget or target) else None
     parallel = parallel_of(ddp=ddp, shard=shard)
-    with shown_progress(quiet=False) as progress:
-        progress(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=False) as (built, progress):
         made_report = report(
             built.model,
             built.batch,
@@ -459,10 +444,7 @@ def write_report(
             allocator=allocator,
         )
         written = made_report.to_bytes(kind)
-    try:
-        output.write_bytes(written)
-    except OSError as error:
-        raise UsageError(f"Cannot write the report to {output}: {error.strerror}.") from error
+    write_file(written, output, what="report")
     Console().print(f"Written to {output}", soft_wrap=True)
 
 

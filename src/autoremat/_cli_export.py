@@ -19,7 +19,7 @@ from autoremat._cli_options import (
     SeqOption,
     TargetOption,
 )
-from autoremat._cli_support import load_built, show, shown_progress, traced_and_planned, write_text
+from autoremat._cli_support import building, show, traced_and_planned, write_file
 
 
 def export(
@@ -42,15 +42,13 @@ def export(
     """Write a plan in the words of another library. What is lost against the plan goes to stderr, with numbers."""
     from autoremat._export import export as run_export
 
-    with shown_progress(quiet=json) as report:
-        report(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=json) as (built, report):
         graph, made = traced_and_planned(
             built, plan_file, report, budget=budget, target=target, precision=precision, optimizer=optimizer
         )
         found = run_export(graph, made, to)
     if output is not None:
-        write_text(found.text + "\n", output, what="exported plan")
+        write_file(found.text + "\n", output, what="exported plan")
     if json or output is None:
         show((found.to_json() if json else found.text).rstrip(), json=True)
     for loss in () if json else found.losses:

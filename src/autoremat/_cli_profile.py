@@ -23,9 +23,8 @@ from autoremat._cli_options import (
     SeqOption,
     TargetOption,
 )
-from autoremat._cli_support import autocast_of, load_built, optimizer_of, show, shown_progress
+from autoremat._cli_support import autocast_of, building, optimizer_of, read_plan, show
 from autoremat._errors import UsageError
-from autoremat._plan import Plan
 
 
 def profile(
@@ -55,14 +54,10 @@ def profile(
     from autoremat._dry_run import dry_run as run_dry
     from autoremat._profile_tables import profile_table
 
-    if plan_file is not None and budget is not None:
-        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
     if dry_run and plan_file is None and budget is None:
         raise UsageError("--dry-run needs a plan to run: give --plan or --budget.")
-    made = None if plan_file is None else Plan.load(plan_file)
-    with shown_progress(quiet=json) as report:
-        report(f"Building {model}", 0.0)
-        built = load_built(model, batch=batch, seq=seq, precision=precision, fake=True)
+    made = read_plan(plan_file, budget)
+    with building(model, batch=batch, seq=seq, precision=precision, quiet=json) as (built, report):
         options: dict[str, Any] = {
             "loss": built.loss,
             "target": target,

@@ -67,13 +67,27 @@ def autocast_of(precision: str | None) -> str | None:
     return None if precision in CAST_DTYPES else precision
 
 
-def load_built(model: str, *, batch: int | None, seq: int | None, precision: str | None, fake: bool) -> Built:
-    """Build the model that was named."""
+@contextlib.contextmanager
+def building(
+    model: str, *, batch: int | None, seq: int | None, precision: str | None, fake: bool = True, quiet: bool
+) -> Iterator[tuple[Built, Callable[[str, float], None]]]:
+    """Build the model that was named; yields it and the function that shows progress."""
     from autoremat._loader import load_model
     from autoremat._step import Precision
 
-    Precision.parse(precision)
-    return load_model(model, batch=batch, seq=seq, precision=precision, fake=fake)
+    with shown_progress(quiet=quiet) as report:
+        report(f"Building {model}", 0.0)
+        Precision.parse(precision)
+        yield load_model(model, batch=batch, seq=seq, precision=precision, fake=fake), report
+
+
+def read_plan(plan_file: Path | None, budget: str | None) -> Plan | None:
+    """The plan in the file, if one was given."""
+    if plan_file is None:
+        return None
+    if budget is not None:
+        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
+    return Plan.load(plan_file)
 
 
 def make_plan(built: Built, report: Callable[[str, float], None], **options: Any) -> Plan:
@@ -94,10 +108,9 @@ def read_or_make_plan(
     **options: Any,
 ) -> Plan:
     """The plan in a file, or else one that is made."""
-    if plan_file is not None:
-        if budget is not None:
-            raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
-        return Plan.load(plan_file)
+    made = read_plan(plan_file, budget)
+    if made is not None:
+        return made
     resolved = budget_bytes(budget, options["target"])
     return make_plan(built, report, budget=resolved, precision=autocast_of(precision), **options)
 
@@ -119,9 +132,7 @@ def find_reasons(
     from autoremat._units import parse_bytes
     from autoremat._why import why
 
-    if plan_file is not None and budget is not None:
-        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
-    made = None if plan_file is None else Plan.load(plan_file)
+    made = read_plan(plan_file, budget)
     resolved = budget_bytes(budget, target) if made is None else 0
     target = (made.target or None) if made is not None and target is None else target
     report("tracing the step", 0.1)
@@ -148,9 +159,7 @@ def traced_and_planned(
     from autoremat._api import plan as run_plan
     from autoremat._api import trace
 
-    if plan_file is not None and budget is not None:
-        raise UsageError("--plan and --budget exclude each other: the plan has its budget.")
-    made = None if plan_file is None else Plan.load(plan_file)
+    made = read_plan(plan_file, budget)
     resolved = budget_bytes(budget, target) if made is None else 0
     report("Tracing the step", 0.2)
     graph = trace(
@@ -160,10 +169,10 @@ def traced_and_planned(
     return graph, made or run_plan(graph, budget=resolved, target=target, progress=report)
 
 
-def write_text(text: str, output: Path, *, what: str) -> None:
+def write_file(content: str | bytes, output: Path, *, what: str) -> None:
     """Write a file, or say why not."""
     try:
-        output.write_text(text, encoding="utf-8")
+        output.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UsageError(f"Cannot write the {what} to {output}: {error.strerror}.") from error
 
@@ -173,13 +182,10 @@ def write_frontier(curve: Frontier, output: Path) -> None:
     from autoremat._frontier_figure import frontier_file
 
     if output.suffix not in (".svg", ".png"):
-        write_text(curve.to_json() + "\n", output, what="frontier")
+        write_file(curve.to_json() + "\n", output, what="frontier")
         return
     drawn = frontier_file(curve, kind="svg" if output.suffix == ".svg" else "png")
-    try:
-        output.write_bytes(drawn)
-    except OSError as error:
-        raise UsageError(f"Cannot write the picture to {output}: {error.strerror}.") from error
+    write_file(drawn, output, what="picture")
 
 
 def show_plan(made: Plan, *, json: bool, output: Path | None) -> None:
