@@ -1,120 +1,31 @@
-"""The command line: its options, exit codes, tables, JSON, and errors without a traceback."""
+"""The command line: exit codes, tables, JSON, and errors without a traceback."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
-import typer
 
+import command_line
 import synthetic
-from autoremat import Plan, __main__, _cli_complete, _cli_teach, get_target, plan_schema, target_names
-from autoremat._cli import app
-from autoremat._model_states import optimizer_factory
-from autoremat._step import Precision
+from autoremat import Plan, get_target, plan_schema, target_names
 
-MODELS = """
-import itertools
-import torch
-from torch import nn
-
-def chain(batch=512):
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
-    return nn.Sequential(*blocks), torch.ones(batch, 64), lambda out: out.square().mean()
-
-def without_loss():
-    return nn.Linear(4, 4), torch.ones(2, 4)
-
-def wrong_batch():
-    return nn.Linear(4, 1), {"y": torch.ones(2, 4)}, lambda out: out.mean()
-
-def narrow():
-    return nn.Sequential(nn.Linear(32, 32)), torch.ones(2, 32), lambda out: out.mean()
-
-CALLS = itertools.count(1)
-
-class Twisted(nn.Module):
-    # What recompute sees is not what forward saw, and no runtime can know.
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x) * next(CALLS))
-
-def twisted():
-    torch.manual_seed(0)
-    return nn.Sequential(Twisted(), Twisted(), nn.Linear(64, 1)), torch.ones(512, 64), lambda out: out.mean()
-"""
 BUDGET = "2200KB"
 
 
 @pytest.fixture
 def models(tmp_path):
-    file = tmp_path / "cli_models.py"
-    file.write_text(MODELS)
-    return str(file)
+    return command_line.write_models(tmp_path)
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run the command line in this process; returns exit code, stdout and stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["autoremat", *arguments])
-        code = 0
-        try:
-            __main__.main()
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return call
-
-
-OPTIONS = {
-    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --dry-run --ema --json "
-    "--no-dry-run --objective --optimizer --output --precision --scaler --seq --shard --target -o model",
-    "frontier": "--accumulate --batch --classic --ddp --ema --json --objective --optimizer --output --points "
-    "--precision --scaler --seq --shard --target -o model",
-    "why": "--accumulate --batch --budget --json --objective --optimizer --plan --precision --seq --step --target "
-    "model",
-    "verify": "--against-fp32 --batch --budget --ema --json --objective --optimizer --plan --precision --scaler --seq "
-    "--target model",
-    "measure": "--batch --budget --clip-grad-norm --ema --json --objective --optimizer --plan --precision --scaler "
-    "--seq --target model",
-    "report": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --ema --format --frontier "
-    "--no-frontier --objective --optimizer --output --plan --precision --scaler --seq --shard --target -o model",
-    "export": "--batch --budget --json --optimizer --output --plan --precision --seq --target --to -o model",
-    "advise": "--batch --budget --effective-batch --json --no-sizes --optimizer --picture --precision --seq --sizes "
-    "--target model",
-    "targets": "--json",
-    "calibrate": "--dtypes --json",
-    "presets": "",
-    "demo": "--report --steps",
-    "profile": "--accumulate --allocator --batch --budget --clip-grad-norm --dry-run --ema --json --optimizer --plan "
-    "--precision --scaler --seq --target model",
-    "run": "--budget --monitor --on-oom --plan --save-plan arguments script",
-}
-
-
-def test_the_commands_and_their_options_are_these():
-    commands = typer.main.get_command(app).commands
-    found = {
-        name: " ".join(sorted(o for p in c.params for o in (*p.opts, *p.secondary_opts) if o != "--help"))
-        for name, c in commands.items()
-    }
-    assert found == OPTIONS
+    return command_line.runner(monkeypatch, capsys)
 
 
 def test_export_writes_the_text_and_says_what_is_lost(run, models, tmp_path):
@@ -304,18 +215,6 @@ def test_a_plan_for_another_model_is_refused(run, models, tmp_path, verb):
     assert "none.json" in err
 
 
-def test_a_wrong_option_exits_with_two():
-    done = subprocess.run(
-        [sys.executable, "-m", "autoremat", "plan", "gpt2", "--bugdet", "1"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "--budget" in done.stderr
-
-
 def test_a_plan_that_reserves_more_than_the_device_has_is_pointed_out(capsys):
     from autoremat import _cli_support
 
@@ -434,43 +333,6 @@ def test_calibrate_prints_what_it_measured(run, monkeypatch):
     assert "100 GFLOP/s" in out
     code, out, _ = run("calibrate", "--json")
     assert json.loads(out)["num_threads"] == 1
-
-
-@pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_help_has_an_example_that_parses_and_explains_words(run, name):
-    code, out, _ = run(name, "--help")
-    said = " ".join(out.split())
-    assert code == 0
-    example, words = _cli_teach.LESSONS[name]
-    assert f"Example: {example}" in said
-    assert all(word in _cli_teach.WORDS for word in words)
-    assert all(f"{word}: " in said for word in words)
-    command = typer.main.get_command(app).commands[name]
-    arguments = shlex.split(example)
-    assert arguments[:2] == ["autoremat", name]
-    command.make_context(name, arguments[2:])
-
-
-def test_the_shell_offers_models_functions_and_names(models, tmp_path, monkeypatch):
-    assert "llama-3-8b" in _cli_complete.complete_model("llama")
-    assert _cli_complete.complete_model(f"{models}:w") == [f"{models}:without_loss", f"{models}:wrong_batch"]
-    monkeypatch.chdir(tmp_path)
-    assert "cli_models.py:" in _cli_complete.complete_model("cli")
-    assert _cli_complete.complete_model("none.py:") == []
-    assert _cli_complete.complete_target("rtx30") == [n for n in target_names() if n.startswith("rtx30")] != []
-    assert _cli_complete.complete_precision("amp") == ["amp-bf16", "amp-fp16"]
-    assert "sgd-momentum" in _cli_complete.complete_optimizer("sgd")
-    for name in _cli_complete.PRECISION_NAMES:
-        Precision.parse(name)
-    for name in _cli_complete.OPTIMIZER_NAMES[:-1]:
-        optimizer_factory(name)
-
-
-def test_errors_say_where_to_read_on(run, models):
-    _, _, err = run("plan", f"{models}:chain", "--budget", "1MB")
-    assert err.rstrip().endswith("more: docs/memory.md")
-    root = Path(__file__).parent.parent
-    assert all((root / page).exists() for _, _, page in __main__.PAGES)
 
 
 def test_profile_shows_memory_by_cause_plain_planned_and_run_dry(run, models):
