@@ -4,6 +4,7 @@ from autoremat._calibration import Calibration
 from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
 from autoremat._layer_map import LayerCost, LayerMap, LayerRow, OpRow
 from autoremat._plan import OpCall, Plan, Prediction, Region, SavedOutput
+from autoremat._report_data import ReportSection
 from autoremat._results import (
     AllocatorUsage,
     Difference,
@@ -223,6 +224,22 @@ def layer_map(*, num_layers: int = 24) -> LayerMap:
     root = LayerRow("", "BertForMaskedLM", -1, 1, "", "", LayerCost(), total)
     ops = (OpRow("aten.mm.default", 48, 24, total), OpRow("aten.gelu.default", 24, 0, LayerCost(seconds=0.5)))
     return LayerMap("BertForMaskedLM", (root, *rows), ops)
+
+
+def section() -> ReportSection:
+    """All that a report can show of a model."""
+    return ReportSection(
+        title="A <b>model</b>",
+        text="Words & figures",
+        plain=profile(),
+        planned=profile(num_regions=24),
+        plan=plan(),
+        frontier=frontier(),
+        layers=layer_map(),
+        verified=verified(),
+        usage=usage(),
+        trained=trained(num_equal=11),
+    )
 
 
 def _sum(one: LayerCost, other: LayerCost) -> LayerCost:

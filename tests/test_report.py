@@ -16,7 +16,7 @@ import synthetic
 from autoremat import Plan, Region, UsageError, _tables
 from autoremat._figures import DARK, LIGHT, MAX_POINTS, memory_file
 from autoremat._report import render_report
-from autoremat._report_data import ReportSection, highest, section_data
+from autoremat._report_data import highest, section_data
 from autoremat._step_graph import CAUSES
 from autoremat._targets import get_target
 
@@ -42,23 +42,8 @@ class _Balance(HTMLParser):
             assert self.open.pop() == tag
 
 
-def _full() -> ReportSection:
-    return ReportSection(
-        title="A <b>model</b>",
-        text="Words & figures",
-        plain=synthetic.profile(),
-        planned=synthetic.profile(num_regions=24),
-        plan=synthetic.plan(),
-        frontier=synthetic.frontier(),
-        layers=synthetic.layer_map(),
-        verified=synthetic.verified(),
-        usage=synthetic.usage(),
-        trained=synthetic.trained(num_equal=11),
-    )
-
-
 def test_the_page_is_complete_in_itself():
-    page = render_report([_full()], title="Title", footer="Foot")
+    page = render_report([synthetic.section()], title="Title", footer="Foot")
     balance = _Balance()
     balance.feed(page)
     assert balance.open == []
@@ -73,7 +58,7 @@ def test_the_page_is_complete_in_itself():
 
 
 def test_the_page_says_the_numbers_it_was_given():
-    page = render_report([_full()])
+    page = render_report([synthetic.section()])
     for text in ("27.3 GiB", "7.31 GiB", "12.0 GiB", "rtx3090-24g", "11 of 12", "within the budget", "over the budget"):
         assert text in page
     assert "bert.encoder.layer.{0-23}" in page
@@ -84,7 +69,7 @@ def test_the_page_says_the_numbers_it_was_given():
 
 
 def test_the_page_says_what_is_alive_at_the_peaks():
-    page = render_report([_full()])
+    page = render_report([synthetic.section()])
     assert page.count("Alive at the plain peak") == page.count("Alive at the planned peak") == 1
     rows = [re.sub(r"<[^>]+>", "|", row) for row in re.findall(r"<tr>.*?</tr>", page)]
     cells = [[cell for cell in row.split("|") if cell] for row in rows]
@@ -95,7 +80,7 @@ def test_the_page_says_what_is_alive_at_the_peaks():
 
 
 def test_the_page_says_which_moments_come_next():
-    page = render_report([_full()])
+    page = render_report([synthetic.section()])
     assert "Highest moments, plain" in page
     assert re.search(r"backward, bert.pooler, aten.mm.default</th><td[^>]*>26.3 GiB</td><td[^>]*>1.00 GiB</td>", page)
 
@@ -109,11 +94,11 @@ def test_what_is_left_over_is_one_row():
 
 
 def test_reserved_bytes_are_named_wherever_there_are_some():
-    without = render_report([_full()])
+    without = render_report([synthetic.section()])
     assert "peak reserved" not in without
-    assert section_data(_full())["memory"]["profiles"][0]["reserved_bytes"] is None
+    assert section_data(synthetic.section())["memory"]["profiles"][0]["reserved_bytes"] is None
     plain = dataclasses.replace(synthetic.profile(), allocator=synthetic.usage_of_allocator())
-    page = render_report([dataclasses.replace(_full(), plain=plain)])
+    page = render_report([dataclasses.replace(synthetic.section(), plain=plain)])
     for text in ("peak reserved", "29.0 GiB", "unused at that peak", ">321<"):
         assert text in page
     made = synthetic.plan()
@@ -124,9 +109,10 @@ def test_reserved_bytes_are_named_wherever_there_are_some():
         budget_is="reserved",
     )
     assert (
-        section_data(dataclasses.replace(_full(), plain=plain))["memory"]["profiles"][0]["reserved_bytes"] == 29 * 2**30
+        section_data(dataclasses.replace(synthetic.section(), plain=plain))["memory"]["profiles"][0]["reserved_bytes"]
+        == 29 * 2**30
     )
-    cards = render_report([dataclasses.replace(_full(), plan=made)])
+    cards = render_report([dataclasses.replace(synthetic.section(), plan=made)])
     assert "3.69 GiB beyond allocated" in cards
     assert "budget reserved" in cards
     text = _text(_tables.plan_table(made))
@@ -164,7 +150,7 @@ def test_causes_can_be_told_apart_whatever_colours_a_reader_sees(palette):
 
 
 def test_text_is_escaped():
-    section = dataclasses.replace(_full(), verified=synthetic.verified(equal=False))
+    section = dataclasses.replace(synthetic.section(), verified=synthetic.verified(equal=False))
     page = render_report([section], title="<i>")
     assert "<b>model" not in page
     assert "<i></title>" not in page
@@ -176,7 +162,7 @@ def test_text_is_escaped():
 )
 def test_any_part_may_be_missing(field):
     missing = {"text": ""}.get(field)
-    page = render_report([dataclasses.replace(_full(), **{field: missing})])
+    page = render_report([dataclasses.replace(synthetic.section(), **{field: missing})])
     assert "<section>" in page
     assert "None" not in page
 

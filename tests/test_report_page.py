@@ -21,17 +21,7 @@ LOADS_WITHIN_S = 10
 
 
 def _section() -> ReportSection:
-    return ReportSection(
-        title="A model </script><b>x",
-        plain=synthetic.profile(),
-        planned=synthetic.profile(num_regions=24),
-        plan=synthetic.plan(),
-        frontier=synthetic.frontier(),
-        layers=synthetic.layer_map(),
-        verified=synthetic.verified(),
-        usage=synthetic.usage(),
-        trained=synthetic.trained(),
-    )
+    return dataclasses.replace(synthetic.section(), title="A model </script><b>x", text="")
 
 
 @pytest.fixture(scope="module")
