@@ -190,14 +190,21 @@ def test_out_of_memory_starts_again_with_less_where_that_is_asked_for(script, tm
 
 
 def test_ctrl_c_ends_a_run_with_130_and_without_a_traceback(script, tmp_path):
-    script("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n")
+    script(
+        "import pathlib, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background has it ignored
+        "pathlib.Path('started').touch()\ntime.sleep(60)\n"
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "autoremat", "run", "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    try:
+        while not (tmp_path / "started").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
