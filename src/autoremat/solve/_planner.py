@@ -32,8 +32,10 @@ MAX_ROUNDS = 5
 SLACK_SHARE = 0.002
 """Budget left over that is not worth another round, as a share of what plans can change."""
 
-NUM_TIGHTEST, TIGHTEST_SLOTS = 8, 4
-"""How many limits near the smallest are tried for the smallest peak, and how far apart."""
+NUM_STEPS = 1024
+"""Steps in which limits move when a plan is over its budget, in what plans can change."""
+NUM_TIGHTEST, TIGHTEST_STEPS = 6, 6
+"""How many limits near the smallest are tried for the smallest peak, and how many steps apart."""
 DEPTH = 10
 """Cells are halved this often: budgets that differ by less than 1 / 1024 of what plans can change are the same."""
 
@@ -120,6 +122,7 @@ class Planner:
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._nodes: dict[int, _Priced] = {}
         self.plain_bytes = self._priced(()).peak_bytes
+        self._step = max(1, (self.plain_bytes - self._table.smallest_limit) // NUM_STEPS)
         self._classics = self._price_classics()
         self._smallest = self._find_smallest()
         self._bound = Bound(self._facts, op_cost, self._smallest.peak_bytes, self.plain_bytes)
@@ -158,12 +161,10 @@ class Planner:
         return found
 
     def _find_smallest(self) -> _Priced:
-        """The plan for the smallest limit of the table, as the ledger prices it, or a lower one found on the way."""
+        """Of the plans for the smallest limits of the table, the one whose peak is lowest by the ledger."""
         for attempt in range(NUM_TIGHTEST):
-            limit = self._table.smallest_limit + attempt * TIGHTEST_SLOTS * self._table.width
-            found = self._solve(limit)
-            if found is not None and found.peak_bytes <= limit:
-                break
+            limit = self._table.smallest_limit + attempt * TIGHTEST_STEPS * self._step
+            self._solve(limit)
         return min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
 
     def plan(self, budget_bytes: int) -> Solution:
@@ -221,13 +222,16 @@ class Planner:
         return _Cell(cell.low, middle, cell.lower, found), _Cell(middle, cell.high, found, cell.upper)
 
     def _between(self, cell: _Cell, budget_bytes: int) -> _Priced:
-        """The cheapest plan found for a budget inside a cell, between the costs at its ends."""
+        """The cheapest plan found for a budget inside a cell, between the costs at its ends.
+
+        One with a peak below the smallest budget is left out: nobody who asked for that peak would get it.
+        """
         if cell.upper.peak_bytes <= budget_bytes:
             return cell.upper
         fitting = [p for p in self._classics if p.peak_bytes <= budget_bytes and p.rank >= cell.upper.rank]
         best = min([cell.lower, *fitting], key=lambda p: (p.rank, p.peak_bytes))
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
-        limit, step, was_over = budget_bytes, self._table.width, False
+        limit, step, was_over = budget_bytes, self._step, False
         for _ in range(MAX_ROUNDS):
             found = self._solve(limit)
             if found is None:
@@ -236,7 +240,7 @@ class Planner:
             if left < 0:
                 limit, step, was_over = limit - max(-left, step), 2 * step, True
                 continue
-            if found.rank >= cell.upper.rank:
+            if found.rank >= cell.upper.rank and found.peak_bytes >= self.smallest_bytes:
                 best = min(best, found, key=lambda p: (p.rank, p.peak_bytes))
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
@@ -255,7 +259,8 @@ class Planner:
                 break
             found = self._priced(regions)
             if found.peak_bytes <= budget_bytes:
-                return found if cell.upper.rank <= found.rank < best.rank else best
+                is_between = cell.upper.rank <= found.rank < best.rank and found.peak_bytes >= self.smallest_bytes
+                return found if is_between else best
             limit -= found.peak_bytes - budget_bytes
         return best
 
