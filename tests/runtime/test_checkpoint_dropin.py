@@ -386,4 +386,20 @@ def test_under_the_compiler_a_side_effect_happens_once():
     (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.allclose(found, torch.autograd.grad((x.sin().exp() * 2).sum(), x)[0])
     assert module.num_calls == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
+def test_a_graph_break_leaves_the_compilers_settings_alone():
+    def breaks(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.exp()
+
+    torch.compiler.reset()
+    try:
+        y = torch.compile(lambda t: ar.checkpoint(breaks, t) * 2, backend="aot_eager")(x := leaf())
+    finally:
+        torch.compiler.reset()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.allclose(found, torch.autograd.grad((x.sin().exp() * 2).sum(), x)[0])
     assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint

@@ -157,9 +157,10 @@ def _compiled(
     """Under ``torch.compile``: torch's own operator, which the compiler knows; side effects happen in forward only."""
     if context_fn is not no_contexts:
         kwargs = {**kwargs, "context_fn": context_fn}
-    found = compat.skip_side_effects_in_recompute(True)
-    result: T = _torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-    compat.skip_side_effects_in_recompute(found)
+    result: T = _torch_checkpoint(
+        compat.with_effects_in_forward_only, function, *args,
+        use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs,
+    )  # fmt: skip
     return result
 
 

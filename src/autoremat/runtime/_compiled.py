@@ -109,10 +109,8 @@ class CompiledForward:
         if not torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         check_traced(self.name, tuple(kwargs))
-        found = compat.skip_side_effects_in_recompute(True)  # attributes that forward changes are changed once
-        output = torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
-        compat.skip_side_effects_in_recompute(found)
-        return output
+        function = compat.with_effects_in_forward_only
+        return torch_checkpoint(function, self.original, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         function, module = self._parts()

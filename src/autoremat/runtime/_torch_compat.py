@@ -6,6 +6,7 @@ Run on torch 2.13 only; older releases that pyproject.toml admits are untested.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -59,12 +60,12 @@ __all__ = [
     "sdpa_flags",
     "selective_contexts",
     "shared_versions",
-    "skip_side_effects_in_recompute",
     "top_hooks",
     "traced_module",
     "traced_nodes",
     "transforms_or_tracing_active",
     "unobserved",
+    "with_effects_in_forward_only",
     "wrap_as_backward_hooks_do",
 ]
 
@@ -206,16 +207,14 @@ def runs_while_tracing(function: Callable[..., T]) -> Callable[..., T]:
     return function
 
 
-@runs_while_tracing
-def skip_side_effects_in_recompute(skip: bool) -> bool:
-    """Whether a checkpoint being compiled may change attributes in forward: those changes are not repeated.
+def with_effects_in_forward_only(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Call a function inside a checkpoint that is being compiled: what it changes of attributes, it changes once.
 
-    Runs while the compiler traces; the compiler's setting has no public home. Returns what it was.
+    The compiler's setting for this would stay on where it gives a region up; it has no public way for one call alone.
     """
-    config: Any = torch._dynamo.config
-    found: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = skip
-    return found
+    call = functools.partial(function, *args, **kwargs)
+    result: T = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(call)
+    return result
 
 
 def refuse_compile(message: str) -> PlanError:
