@@ -36,7 +36,7 @@ from autoremat._slow import WINDOW, Expected, find_slow
 from autoremat._step import describe_batch
 from autoremat._targets import get_target
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._attach import attached_regions, plan_on
+from autoremat.runtime._attached import attached_regions, plan_on
 from autoremat.runtime._clock import clocks
 from autoremat.runtime._links import tensors_in
 from autoremat.runtime._recipe import Recipe

@@ -25,8 +25,9 @@ from autoremat._state import ModelState
 from autoremat._verify import same_bits
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._ambient import flags_set, read_flags
-from autoremat.runtime._attach import attached_regions, regions_off
+from autoremat.runtime._attached import attached_regions
 from autoremat.runtime._links import tensors_in
+from autoremat.runtime._module_hooks import regions_off
 from autoremat.runtime._module_state import version_of
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from autoremat._errors import PlanError
 from autoremat._results import JsonResult
 from autoremat._units import format_bytes
-from autoremat.runtime._attach import attached_regions
+from autoremat.runtime._attached import attached_regions
 
 
 @dataclass(frozen=True, slots=True)
