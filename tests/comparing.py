@@ -78,3 +78,13 @@ def compare(build, batch, regions, *, loss_fn=lambda out: out.loss, check="alway
     executed = applied.executed
     assert all(region.num_recomputes for region in executed), executed
     return executed
+
+
+def assert_equal_to_plain(model, batch, plan, loss_fn=lambda out: out, **kwargs):
+    """Train two copies; returns what the planned one executed."""
+    model.train()
+    plain = train(copy.deepcopy(model), batch, loss_fn, **kwargs)
+    planned_model = copy.deepcopy(model)
+    with ar.apply(planned_model, plan, check="always") as applied:
+        assert_same(plain, train(planned_model, batch, loss_fn, **kwargs))
+        return applied.executed
