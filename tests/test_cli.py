@@ -60,6 +60,15 @@ def test_plan_prints_json_and_nothing_else(run, models):
     assert Plan.from_json(out).optimizer == ""
 
 
+def test_a_plan_for_compiled_code_has_no_regions_inside_regions(run, models):
+    plans = [
+        Plan.from_json(run("plan", f"{models}:chain", "--budget", "1600KB", "--json", *options)[1])
+        for options in ((), ("--for-compile",))
+    ]
+    assert [any(region.children for region in plan.regions) for plan in plans] == [True, False]
+    assert all(plan.regions and plan.planned.peak_bytes <= 1_600_000 for plan in plans)
+
+
 def test_why_says_what_regions_are_for(run, models, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # words of a narrow table would be broken
     output = tmp_path / "plan.json"

@@ -17,8 +17,9 @@ from autoremat._model_states import optimizer_factory
 from autoremat._step import Precision
 
 OPTIONS = {
-    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --dry-run --ema --json "
-    "--no-dry-run --objective --optimizer --output --precision --scaler --seq --shard --target -o model",
+    "plan": "--accumulate --allocator --batch --budget --budget-is --clip-grad-norm --ddp --dry-run --ema "
+    "--for-compile --json --no-dry-run --objective --optimizer --output --precision --scaler --seq --shard --target "
+    "-o model",
     "frontier": "--accumulate --batch --classic --ddp --ema --json --objective --optimizer --output --points "
     "--precision --scaler --seq --shard --target -o model",
     "why": "--accumulate --batch --budget --json --objective --optimizer --plan --precision --seq --step --target "

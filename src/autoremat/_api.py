@@ -179,6 +179,7 @@ def plan(
     target: str | Target | None = None,
     allocator: str | AllocatorSettings | None = None,
     dry_run: bool = True,
+    for_compile: bool = False,
     progress: Progress | None = None,
     **trace_options: Any,
 ) -> Plan:
@@ -199,6 +200,8 @@ def plan(
         dry_run: With a model: run the planned step on fake tensors too, and promise the peak of that run. It takes
             about as long as tracing; steps that are spread over devices (``parallel=``) and budgets of reserved bytes
             go without.
+        for_compile: Only regions that ``torch.compile`` can express: none inside another, and all calls of a module
+            alike. The peak is that of eager mode: compiled code promises none.
         progress: Called with a label and a fraction done.
         **trace_options: As for `trace`, with a model.
 
@@ -228,7 +231,8 @@ def plan(
     device = find_target(model, target, graph.device_kind)
     if budget_is == "reserved" and device.device_kind != "cuda":
         raise UsageError("Only a CUDA device has a caching allocator: leave budget_is='allocated', or name a target=.")
-    planning = Planning(graph, device, choose_objective(graph, target, objective), settings)
+    chosen = choose_objective(graph, target, objective)
+    planning = Planning(graph, device, chosen, settings, for_compile=for_compile)
     report("choosing regions", 0.8)
     budget_bytes = budget_of(planning.planner.plain_bytes, graph.static_bytes)
     if budget_is == "reserved":
@@ -254,6 +258,7 @@ def frontier(
     classics: bool = False,
     objective: Objective | None = None,
     target: str | Target | None = None,
+    for_compile: bool = False,
     progress: Progress | None = None,
     **trace_options: Any,
 ) -> Frontier:
@@ -266,6 +271,7 @@ def frontier(
         classics: Price the schedules of `classic` too, one of each kind.
         objective: As for `plan`.
         target: As for `plan`.
+        for_compile: As for `plan`.
         progress: Called with a label and a fraction done.
         **trace_options: As for `trace`, with a model.
 
@@ -289,9 +295,8 @@ def frontier(
     report("tracing the step", 0.0)
     graph = _graph(model, batch, target, trace_options)
     report("solving blocks", 0.2)
-    planning = Planning(
-        graph, find_target(model, target, graph.device_kind), choose_objective(graph, target, objective)
-    )
+    device, chosen = find_target(model, target, graph.device_kind), choose_objective(graph, target, objective)
+    planning = Planning(graph, device, chosen, for_compile=for_compile)
     report("walking along the frontier", 0.3)
     found = planning.frontier(num_points, with_classics=classics)
     report("done", 1.0)

@@ -92,6 +92,9 @@ def plan(
     dry_run: Annotated[
         bool, typer.Option(help="Run the plan on fake tensors before it is shown, and promise the peak of that.")
     ] = True,
+    for_compile: Annotated[
+        bool, typer.Option("--for-compile", help="Only regions that torch.compile can express: none inside another.")
+    ] = False,
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -115,6 +118,7 @@ def plan(
             ema=ema,
             parallel=parallel,
             dry_run=dry_run,
+            for_compile=for_compile,
         )
     if output is not None:
         write_file(made.to_json(), output, what="plan")

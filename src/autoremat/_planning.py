@@ -35,6 +35,7 @@ Objective = Literal["time", "flops"]
 BudgetKind = Literal["allocated", "reserved"]
 _RESERVED_ROUNDS = 4
 """How often a plan whose reserved bytes exceed the budget is made again with less."""
+_FLAT = " That is without regions inside regions (for_compile=True): without torch.compile, less may do."
 
 
 class Planning:
@@ -45,12 +46,20 @@ class Planning:
         target: Device that times are predicted for.
         objective: What is minimised.
         settings: Of the caching allocator, on a CUDA target.
+        for_compile: Whether plans are for compiled code, which can express less.
     """
 
     def __init__(
-        self, graph: StepGraph, target: Target, objective: Objective, settings: AllocatorSettings = DEFAULT_SETTINGS
+        self,
+        graph: StepGraph,
+        target: Target,
+        objective: Objective,
+        settings: AllocatorSettings = DEFAULT_SETTINGS,
+        *,
+        for_compile: bool = False,
     ) -> None:
         self.graph = graph
+        self.for_compile = for_compile
         self.settings = settings
         self.target = target
         self.objective = objective
@@ -66,7 +75,9 @@ class Planning:
         """The planner; its setup is the work."""
         if self._planner is None:
             around = self.region_cost if self.objective == "time" else None
-            self._planner = Planner(self.graph, op_cost=self.op_cost, price=self._price, region_cost=around)
+            self._planner = Planner(
+                self.graph, op_cost=self.op_cost, price=self._price, region_cost=around, flat=self.for_compile
+            )
         return self._planner
 
     def _price(self, specs: Sequence[RegionSpec]) -> int:
@@ -185,7 +196,7 @@ class Planning:
             f"No plan for {self.graph.model} fits into {format_bytes(budget_bytes)} ({budget_bytes} bytes). The "
             f"smallest budget that does is {format_bytes(smallest)} ({smallest} bytes): {parts} at {found.at}. "
             f"{found.advice} Or raise the budget, or use a smaller batch, a lower precision or an optimizer with less "
-            "state.",
+            f"state.{_FLAT if self.for_compile else ''}",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
         )

@@ -373,13 +373,32 @@ def test_a_stored_op_of_another_module_is_refused():
 def test_regions_in_regions_are_refused(graph):
     plan = ar.classic(graph, "recursive")
     refused("'0 .. 1' has regions inside it", build(), plan)
-    with pytest.raises(PlanError, match="has regions inside it"):
+    with pytest.raises(PlanError, match=r"has regions inside it.*for_compile=True"):
         ar.apply(torch.compile(model := build(), backend=BACKEND), plan)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_single_calls_of_a_module_are_refused():
-    refused("is call 1 of '0' alone", build(), Plan((Region("0", 1),)))
+    refused("is call 1 of '0' alone.*for_compile=True", build(), Plan((Region("0", 1),)))
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["layers", "layers that are called twice"])
+def test_a_plan_for_compiled_code_is_one_that_it_can_express(is_shared):
+    def make():
+        blocks = build(p=0.0)[:3]
+        return nn.Sequential(*blocks, *(blocks if is_shared else copy.deepcopy(blocks)))
+
+    x = torch.linspace(-1, 1, 1024).reshape(16, 8, 8)
+    graph, model = ar.trace(make(), x, loss=loss, optimizer=None), make()
+    smallest = ar.frontier(graph, num_points=2, for_compile=True).smallest_bytes
+    assert any(region.children for region in ar.plan(graph, budget=ar.frontier(graph).smallest_bytes).regions)
+    plan = ar.plan(graph, budget=smallest, for_compile=True)
+    assert len(plan.regions) >= 3
+    assert not any(region.children or region.number is not None for region in plan.regions)
+    ar.apply(model, plan)
+    assert_close(step(torch.compile(model, backend=BACKEND), model, x), plain_step(make, x))
+    with pytest.raises(ar.BudgetInfeasible, match=r"without regions inside regions \(for_compile=True\)"):
+        ar.plan(graph, budget=smallest - 1, for_compile=True)
 
 
 def test_a_span_in_several_graphs_is_refused(graph):

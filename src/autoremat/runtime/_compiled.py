@@ -301,13 +301,15 @@ def _refuse_inexpressible(region: Region) -> None:
     if region.children:
         raise PlanError(
             f"Region {region.name!r} has regions inside it ({region.children[0].name!r}), and compiled code recomputes "
-            "each op once at most. Plan with a larger budget, or run the model without torch.compile."
+            "each op once at most. Plan with autoremat.plan(..., for_compile=True), or run the model without "
+            "torch.compile."
         )
     numbered = next((call for call in region.calls if call.number is not None), None)
     if numbered is not None:
         raise PlanError(
             f"Region {region.name!r} is call {numbered.number} of {numbered.path!r} alone, and compiled code cannot "
-            "tell the calls of a module apart. Plan all of its calls, or run the model without torch.compile."
+            "tell the calls of a module apart. Plan with autoremat.plan(..., for_compile=True), or run the model "
+            "without torch.compile."
         )
 
 

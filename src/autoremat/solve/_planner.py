@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from autoremat._regions import describe_all
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
 from autoremat.solve._bounds import Bound
@@ -109,13 +110,20 @@ class Planner:
     """
 
     def __init__(
-        self, graph: StepGraph, *, op_cost: Sequence[float], price: Price, region_cost: RegionCost | None = None
+        self,
+        graph: StepGraph,
+        *,
+        op_cost: Sequence[float],
+        price: Price,
+        region_cost: RegionCost | None = None,
+        flat: bool = False,
     ) -> None:
+        self._flat = flat
         self._facts = collect_facts(graph, op_cost)
         self._op_cost = op_cost
         self._region_cost = region_cost
         self._moved = [float(op.moved_bytes) for op in graph.ops]
-        self._problem = build_problem(self._facts, op_cost, region_cost)
+        self._problem = build_problem(self._facts, op_cost, region_cost, flat=flat)
         self._table = Table(self._problem.chain)
         self._general = General(self._problem) if branches(self._facts) else None
         self._price = price
@@ -156,7 +164,8 @@ class Planner:
         found = []
         for name in CLASSIC_NAMES:
             regions = classic_regions(self._facts.graph, name) or ()
-            if regions and all(is_possible(self._facts, r.calls) and not r.children for r in regions):
+            are_possible = all(is_possible(self._facts, r.calls) and not r.children for r in regions)
+            if regions and are_possible and (not self._flat or _is_unnumbered(self._facts.graph, regions)):
                 found.append(self._priced(regions))
         return found
 
@@ -272,6 +281,11 @@ class Planner:
             smallest_bytes=self._smallest.peak_bytes,
             bound=self._bound.at(budget_bytes),
         )
+
+
+def _is_unnumbered(graph: StepGraph, regions: Sequence[RegionSpec]) -> bool:
+    """Whether all calls of a module are treated alike, so that regions need not say which is meant."""
+    return all(call.number is None for region in describe_all(graph, regions) for call in region.calls)
 
 
 def plan_regions(graph: StepGraph, *, budget_bytes: int, op_cost: Sequence[float], price: Price) -> Solution:

@@ -99,15 +99,18 @@ def costs_of(
     return totals
 
 
-def build_problem(facts: Facts, op_cost: Sequence[float], region_cost: RegionCost | None = None) -> Problem:
+def build_problem(
+    facts: Facts, op_cost: Sequence[float], region_cost: RegionCost | None = None, *, flat: bool = False
+) -> Problem:
     """Find candidates and options and write the chain problem.
 
     Args:
         facts: The step.
         op_cost: Cost of each op.
         region_cost: What a region costs beyond the ops that it runs again.
+        flat: As for `find_segments`.
     """
-    segments = find_segments(facts)
+    segments = find_segments(facts, flat=flat)
     options = _all_options(facts, segments, op_cost, region_cost)
     sets = store_sets(facts, segments, options) if segments.nests else ((frozenset(),),) * len(facts.spans)
     chain = _Demands(facts, segments, options, sets).chain(op_cost, region_cost)

@@ -16,7 +16,7 @@ matters; long stacks nest between at most `MAX_CUTS` places; a nest stores one o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,16 +92,24 @@ class Segments:
     shared: frozenset[int]
 
 
-def find_segments(facts: Facts) -> Segments:
-    """Find the candidates of a step."""
+def find_segments(facts: Facts, *, flat: bool = False) -> Segments:
+    """Find the candidates of a step.
+
+    Args:
+        facts: The step.
+        flat: Only what compiled code can express: no nests, and no single calls of modules that are called again.
+    """
     twins = _twins(facts)
     sizes = _droppable_bytes(facts)
     worthwhile = _worthwhile(facts, sizes)
     stacks = list(_stacks(facts, twins))
     intervals: list[Calls] = [(call,) for call in sorted(worthwhile, key=lambda c: (-sizes[c], c))]
     intervals += _spans(facts, stacks, sum(sizes[c] for c in sizes if facts.graph.calls[c].parent == 0))
+    if flat:
+        once = _only_called(facts)
+        intervals = [calls for calls in intervals if all(facts.graph.calls[call].path in once for call in calls)]
     groups = _in_reverse_order(facts, _possible(facts, twins, intervals))
-    nests = _nests(facts, twins, stacks, list(groups))
+    nests = {} if flat else _nests(facts, twins, stacks, list(groups))
     boundaries = {b for calls in (*groups, *nests) for b in ((calls[0], False), (calls[-1], True))}
     clocks = [_clocks(facts, twins, boundaries, step) for step in range(len(facts.spans))]
     candidates = _candidates(facts, groups, clocks[0])
@@ -125,6 +133,12 @@ def _twins(facts: Facts) -> dict[int, Calls]:
             if len(same) == num_steps:
                 found[call.index] = same
     return found
+
+
+def _only_called(facts: Facts) -> frozenset[str]:
+    """Modules that forward calls once."""
+    times = Counter(call.path for call in facts.graph.calls if call.micro_step == 0)
+    return frozenset(path for path, number in times.items() if number == 1)
 
 
 def _copies(twins: dict[int, Calls], calls: Calls) -> tuple[Calls, ...]:
