@@ -120,6 +120,25 @@ def test_in_place_ops_and_running_statistics_are_mutations():
     assert relu.mutates == relu.outputs
 
 
+def test_a_buffer_that_results_are_written_into_is_counted_once():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            with torch.no_grad():  # as a fused loss that works in tiles
+                buffer = torch.empty(64, 64)
+                torch.mm(y, y.t(), out=buffer[:4, :4])
+                buffer[:4].add_(y.sum())
+            return y.square().mean()
+
+    fake, real = (trace(Net(), torch.ones(4, 8), optimizer=None, fake=fake) for fake in (True, False))
+    assert ar.profile(fake).peak_bytes == ar.profile(real).peak_bytes
+    assert sum(s.num_bytes == 64 * 64 * 4 for s in fake.storages) == 1
+
+
 def test_dropout_is_random_and_attention_without_dropout_is_not():
     graph = step_of("gpt2")
     assert {op.name for op in graph.ops if op.is_random} == {"aten.bernoulli_.float"}

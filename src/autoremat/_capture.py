@@ -259,8 +259,10 @@ class Recorder(TorchDispatchMode):
         recording = self.recording
         index = recording.clock
         first_new = len(recording.storages)
+        mutated = mutated_arguments(info, args, kwargs)
+        mutates = [self._storage_of(x, born=BEFORE_STEP) for x in mutated]
+        self._know_stand_ins(results if info.returns_written else [], mutated, mutates)
         outputs = [self._storage_of(x, born=index) for x in results]
-        mutates = [self._storage_of(x, born=BEFORE_STEP) for x in mutated_arguments(info, args, kwargs)]
         is_view = bool(results) and not mutates and all(0 <= s < first_new for s in outputs)
         if recording.phase == "forward" and torch.is_grad_enabled():
             self._note_number(info.name, args, results)
@@ -288,6 +290,12 @@ class Recorder(TorchDispatchMode):
                 line=source_line() if recording.phase == "forward" else "",
             )
         )
+
+    def _know_stand_ins(self, results: list[Tensor], mutated: list[Tensor], mutates: list[int]) -> None:
+        """Where fake data is written into real memory torch returns a fake tensor, which takes no memory of its own."""
+        for result, argument, storage in zip(results, mutated, mutates, strict=False):
+            if isinstance(result, FakeTensor) and not isinstance(argument, FakeTensor) and storage >= 0:
+                self._watch(_storage(result), storage)
 
     def _workspace(
         self,

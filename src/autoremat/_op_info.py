@@ -18,6 +18,7 @@ class OpInfo:
         name: ``"aten.addmm.default"``.
         written: Positions of the arguments that it writes.
         written_names: Their names, for keyword calls.
+        returns_written: Whether what it returns are the arguments that it writes, in order.
         is_random: Whether it may draw random numbers.
         dropout: Position and name of its dropout probability; a call with 0 draws nothing.
         flops: Formula of its FLOPs from shapes, if it has one.
@@ -26,6 +27,7 @@ class OpInfo:
     name: str
     written: tuple[int, ...]
     written_names: tuple[str, ...]
+    returns_written: bool
     is_random: bool
     dropout: tuple[int, str] | None
     flops: Any
@@ -39,12 +41,14 @@ def op_info(func: Any) -> OpInfo:
     if "batch_norm" in func._schema.name and "backward" not in func._schema.name and not written:
         # The legacy schemas do not say that running statistics change.
         written = [i for i, a in enumerate(arguments) if a.name in ("running_mean", "running_var")]
+    returned = [r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns]
     dropout = next(((i, a.name) for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
     packet = getattr(func, "_overloadpacket", None)
     return OpInfo(
         name=str(func),
         written=tuple(written),
         written_names=tuple(arguments[i].name for i in written),
+        returns_written=len(returned) == len(written) and all(returned),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         dropout=dropout,
         flops=_OWN_FLOPS.get(str(packet)) or flop_registry.get(packet),
