@@ -62,12 +62,13 @@ def plain():
 
 
 def enable(budget="1GiB", **options):
-    return ar.enable(build(), budget, loss=loss_of, optimizer=None, holds_output=False, **options)
+    return ar.enable(build(), budget, **{"loss": loss_of, "optimizer": None, "holds_output": False, **options})
 
 
-def test_a_step_runs_again_under_tighter_plans_until_it_fits(plain):
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+def test_a_step_runs_again_under_tighter_plans_until_it_fits(plain, optimizer):
     other, batch, loss, random_state, peak = plain
-    model = enable()
+    model = enable(optimizer=optimizer)  # planning runs it, which is no step of the training's
     retried = ar.retry_step(model)(step)
     torch.manual_seed(1)
     with Device(int(0.75 * peak)) as device:

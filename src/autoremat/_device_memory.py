@@ -103,7 +103,7 @@ def explain_out_of_memory(model: nn.Module, plan: Plan | None, held: dict[str, i
     if smallest is not None and smallest < planned.peak_bytes:
         lines.append(
             f"Give a smaller budget (the smallest possible is {format_bytes(smallest)}), or run the step with "
-            "autoremat.retry_step, which moves to a tighter plan."
+            "autoremat.retry_step (with Transformers' Trainer: AutorematCallback.retry), which moves to a tighter plan."
         )
     else:
         lines.append("No plan needs less: use a smaller batch, a lower precision or an optimizer with less state.")

@@ -190,6 +190,20 @@ class Prepared:
             self._applied.remove()
 
 
+class _Planning(threading.local):
+    """Whether this thread is one that plans."""
+
+    is_on = False
+
+
+_planning = _Planning()
+
+
+def is_planning() -> bool:
+    """Whether the thread that asks traces a step or runs one dry: optimizers that step there are not the training's."""
+    return _planning.is_on
+
+
 def aside(work: Callable[[], T]) -> T:
     """Run work on a thread of its own, and wait for it.
 
@@ -202,6 +216,7 @@ def aside(work: Callable[[], T]) -> T:
     on_gpu = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else contextlib.nullcontext()
 
     def run() -> None:
+        _planning.is_on = True
         try:
             with on_gpu, contextlib.nullcontext() if device.type == "cpu" else device:
                 found.append(work())

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoremat._device_memory import is_out_of_memory
 from autoremat._enable import enabled
+from autoremat._prepared import is_planning
 from autoremat._state import ModelState
 
 P = ParamSpec("P")
@@ -90,7 +91,7 @@ def _why_not(*, steps: bool, has_gradients: bool) -> str:
     if has_gradients:
         return (
             "autoremat: not run again, since there were gradients before, which it has added to: decorate all "
-            "micro-steps together, or set gradients to None first."
+            "micro-steps together, or set gradients to None first. With Transformers' Trainer: give a smaller budget."
         )
     return "autoremat: not run again, since there is no tighter plan."
 
@@ -101,7 +102,8 @@ def _counted_steps() -> Iterator[list[object]]:
     steps: list[object] = []
 
     def note(optimizer: Any, args: Any, kwargs: Any) -> None:
-        steps.append(type(optimizer))
+        if not is_planning():
+            steps.append(type(optimizer))
 
     handle = register_optimizer_step_pre_hook(note)
     try:

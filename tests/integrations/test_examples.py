@@ -11,6 +11,7 @@ import torch
 
 import autoremat as ar
 from autoremat._measure import record_memory
+from test_retry import Device
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_LINE = "# <- this"
@@ -20,6 +21,7 @@ SCRIPTS = [
     ("trainer", 0.8),
     ("accelerate_loop", 0.85),
     ("peft_lora", 0.75),
+    ("trl_sft", 0.8),
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # those of the libraries themselves
@@ -98,3 +100,48 @@ def test_a_policy_applies_a_saved_plan_or_plans_at_the_first_step(tmp_path):
     assert ar.enabled(other).budget_bytes == 2**30
     with pytest.raises(ar.UsageError, match="not both"):
         AutorematPolicy(plan=path, budget="1GiB").apply(other)
+
+
+def run_out(tmp_path, device, *, retry, **arguments):
+    """A training by the Trainer with a budget that the device does not have; losses and the callback."""
+    script = load("trainer")
+    callback = script.AutorematCallback("1GiB")
+    settings = {
+        "output_dir": tmp_path, "per_device_train_batch_size": 8, "max_steps": 3, "logging_steps": 1,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 0,
+    }  # fmt: skip
+    trainer = script.Trainer(
+        script.build(), script.TrainingArguments(**{**settings, **arguments}), train_dataset=script.data(),
+        callbacks=[callback],
+    )  # fmt: skip
+    if retry:
+        callback.retry(trainer)
+    with device:
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], callback
+
+
+def test_the_trainer_runs_steps_again_under_tighter_plans(tmp_path):
+    roomy = Device()
+    losses, _ = run_out(tmp_path, roomy, retry=False)
+    device = Device(int(0.8 * roomy.peak))
+    found, callback = run_out(tmp_path, device, retry=True)
+    assert device.failures > 0
+    assert found == losses
+    assert callback.enabled.budget_bytes < 2**30
+    assert callback.enabled.plan.regions
+
+
+def test_without_that_the_trainers_error_says_what_was_alive_and_how_to_retry(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run_out(tmp_path, Device(10**6), retry=False)
+    notes = " ".join(error.value.__notes__)
+    assert "BertForSequenceClassification ran out of memory" in notes
+    assert "Alive all through the step: parameters" in notes
+    assert "AutorematCallback.retry" in notes
+
+
+def test_a_trainers_step_that_no_plan_fits_fails_with_what_was_tried(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run_out(tmp_path, Device(10**6), retry=True)
+    assert "not run again, since there is no tighter plan" in " ".join(error.value.__notes__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from transformers import TrainerCallback
 from autoremat._enable import AUTO, enable, enabled
 from autoremat._enabled import Enabled
 from autoremat._errors import PlanError
+from autoremat._retry import retry_step
 
 
 class AutorematCallback(TrainerCallback):  # type: ignore[misc]
@@ -32,11 +34,33 @@ class AutorematCallback(TrainerCallback):  # type: ignore[misc]
         self._budget = budget
         self._options = options
         self._enabled: Enabled | None = None
+        self._model: nn.Module | None = None
 
     @property
     def enabled(self) -> Enabled | None:
         """The plans, after the training, too; None before it."""
         return self._enabled
+
+    def retry(self, trainer: Any) -> None:
+        """Have a trainer run a step again under a tighter plan if memory runs out, as `autoremat.retry_step` does.
+
+        With accumulation that is the first micro-step alone: later ones find gradients that they have added to. What
+        the trainer counts while it computes a loss (TRL's metrics) is counted in both runs.
+
+        Args:
+            trainer: The trainer that has this callback, before ``trainer.train()``.
+
+        Example:
+            ``callback.retry(trainer)`` between ``trainer = Trainer(..., callbacks=[callback])`` and ``trainer.train()``
+        """
+        training_step = trainer.training_step
+
+        @functools.wraps(training_step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            step = training_step if self._model is None else retry_step(self._model)(training_step)
+            return step(*args, **kwargs)
+
+        trainer.training_step = run
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         """Refuse arguments that would checkpoint twice before anything is loaded."""
@@ -56,13 +80,14 @@ class AutorematCallback(TrainerCallback):  # type: ignore[misc]
         if optimizer is not None:
             found["optimizer"] = getattr(optimizer, "optimizer", optimizer)
         enable(model, self._budget, **{**found, **self._options})
-        self._enabled = enabled(model)
+        self._enabled, self._model = enabled(model), model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         """Take everything off the model."""
         self._disable()
 
     def _disable(self) -> None:
+        self._model = None
         if self._enabled is not None:
             self._enabled.disable()
 
