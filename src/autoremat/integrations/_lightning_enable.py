@@ -10,7 +10,6 @@ import inspect
 import warnings
 from typing import Any
 
-from lightning.pytorch import Callback
 from torch import nn
 
 from autoremat._device_memory import is_out_of_memory
@@ -19,6 +18,7 @@ from autoremat._enabled import Enabled
 from autoremat._errors import UsageError
 from autoremat._found_optimizer import factory_like
 from autoremat._prepared import PlanOptions
+from autoremat.integrations._lightning import Callback
 
 _PRECISIONS = {"bf16-mixed": "amp-bf16", "16-mixed": "amp-fp16"}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback
-
 from autoremat._monitor import Monitor
 from autoremat._monitor_results import MonitorResults
+from autoremat.integrations._lightning import Callback
 
 
 class MonitorCallback(Callback):
