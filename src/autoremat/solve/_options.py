@@ -1,13 +1,15 @@
 """The options of one region: which of its storages to keep, from none to all that is worth it.
 
-Planner formulation 1 (see `_program`), solved by HiGHS for a falling limit on stored bytes. Each solution is then
-priced by the rules of replay, so an option's cost and bytes never come from the tolerances of a solver.
+Planner formulation 1 (see `_program`), for a falling limit on stored bytes: by dynamic programming (`_pareto`), or by
+HiGHS where the region branches too widely for that. Each solution is then priced by the rules of replay, so an option's
+cost and bytes never come from the tolerances of a solver.
 
 Known limit: at most `max_points` options; the exact frontier can have more.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import numpy as np
 
 from autoremat._replay import Replay, random_states, replay
 from autoremat.solve._facts import Bytes, Facts
+from autoremat.solve._pareto import Choices, best_choices
 from autoremat.solve._program import RESOLUTION, Program
 from autoremat.solve._units import Inner, Unit, build_units
 
@@ -69,7 +72,8 @@ def enumerate_options(
         op_cost: Cost of each op of the step.
         max_points: How many limits on stored bytes to try.
         region_cost: What a region costs beyond the ops that it runs again.
-        is_exact: Solve the integer program; False rounds its relaxation, which takes a tenth of the time.
+        is_exact: Solve the integer program where dynamic programming gives up; False rounds its relaxation, which takes
+            a tenth of the time.
 
     Returns:
         Options none of which is beaten by another in cost, bytes freed and bytes of recompute together.
@@ -77,8 +81,7 @@ def enumerate_options(
     units = build_units(facts, inner, op_cost)
     saved = facts.saved_in(*inner.calls)
     options: dict[frozenset[int], Option] = {}
-    points = min(max_points, max(_MIN_POINTS, max_points * _MANY_UNITS // max(1, len(units))))
-    for stored in _sweep(units, points) if is_exact else _rounded(units, points):
+    for stored in _candidates(units, max_points, is_exact):
         kept = _prune(facts, replay(facts.graph, inner.spec(stored), saved), stored)
         if kept not in options:
             work = replay(facts.graph, inner.spec(kept), saved)
@@ -90,6 +93,42 @@ def enumerate_options(
 def cost_around(calls: Sequence[int], work: Replay, region_cost: RegionCost | None) -> float:
     """What a region costs beyond the ops that it runs again."""
     return 0.0 if region_cost is None else sum(region_cost(call, work) for call in calls)
+
+
+def _candidates(units: Sequence[Unit], max_points: int, is_exact: bool) -> list[frozenset[int]]:
+    """What to store, cheapest first."""
+    choices = best_choices(units, tie_break=TIE_BREAK)
+    if choices is not None:
+        return _thinned(choices, max_points)
+    points = min(max_points, max(_MIN_POINTS, max_points * _MANY_UNITS // max(1, len(units))))
+    return _sweep(units, points) if is_exact else _rounded(units, points)
+
+
+def _thinned(choices: Choices, max_points: int) -> list[frozenset[int]]:
+    """All choices if they are few, else the best below limits that fall in equal steps, and those at the knees."""
+    found = set(range(len(choices.num_bytes)))
+    if len(found) > max_points:
+        num_knees = max_points // 3
+        limits = np.linspace(0, choices.num_bytes[-1], max_points - num_knees).astype(np.int64)
+        found = {bisect.bisect_right(choices.num_bytes, limit) - 1 for limit in limits}
+        knees = [position for position in _knees(choices) if position not in found]
+        found |= set(knees[:: -(-len(knees) // num_knees) or 1])
+    return [choices.stored(position) for position in sorted(found, reverse=True)]
+
+
+def _knees(choices: Choices) -> list[int]:
+    """Positions of the choices on the lower convex hull of cost over bytes."""
+    sizes, costs = choices.num_bytes, choices.cost
+    hull: list[int] = []
+    for position in range(len(sizes)):
+        while len(hull) > 1:
+            first, middle = hull[-2:]
+            rise = (costs[position] - costs[first]) * (sizes[middle] - sizes[first])
+            if rise > (costs[middle] - costs[first]) * (sizes[position] - sizes[first]):
+                break
+            hull.pop()
+        hull.append(position)
+    return hull
 
 
 def _sweep(units: Sequence[Unit], max_points: int) -> list[frozenset[int]]:
