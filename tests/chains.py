@@ -54,6 +54,28 @@ class Chain(nn.Module):
         return x.sum()
 
 
+class Thin(nn.Module):
+    """A block of two ops."""
+
+    def forward(self, x):
+        return torch.tanh(x.sin())
+
+
+class ThinChain(nn.Module):
+    """As many blocks as a test of depth needs, at little cost."""
+
+    def __init__(self, num_blocks: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.h = nn.ModuleList(Thin() for _ in range(num_blocks))
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.h:
+            x = block(x)
+        return x.sum()
+
+
 def span(first: int, last: int, children: Sequence[Region] = (), name: str = "h") -> Region:
     """A region over blocks ``first`` to ``last``, both included."""
     then = tuple(CallName(f"{name}.{i}") for i in range(first + 1, last + 1))

@@ -11,6 +11,9 @@ from autoremat._plan import CallName, OpCall, Plan, Region, SavedOutput
 from autoremat._replay import Extent, RegionSpec, gathers_units, is_uncounted, replay
 from autoremat._step_graph import ModuleCall, StepGraph
 
+_CallsByPath = dict[str, list[ModuleCall]]
+"""A step's calls of each module, in order."""
+
 
 def op_names(graph: StepGraph, *calls: int) -> dict[int, OpCall]:
     """Name each op of a region by operator and occurrence; ops that are not counted have no name."""
@@ -96,15 +99,19 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
         PlanError: If the calls of a span are not made one after the other by one forward, or a region has sharded
             units inside it: it can be applied, not priced.
     """
-    everything = range(len(graph.calls))
-    specs = [spec for region in plan.regions for spec in _resolve(graph, region, [everything])]
+    by_path: _CallsByPath = defaultdict(list)
+    for call in graph.calls:
+        by_path[call.path].append(call)
+    specs = [spec for region in plan.regions for spec in _resolve(graph, by_path, region)]
     return sorted(specs, key=lambda spec: graph.calls[spec.call].start)
 
 
-def _resolve(graph: StepGraph, region: Region, within: Sequence[range]) -> Iterator[RegionSpec]:
-    """Each occurrence of a region among these calls."""
+def _resolve(
+    graph: StepGraph, by_path: _CallsByPath, region: Region, within: Extent | None = None
+) -> Iterator[RegionSpec]:
+    """Each occurrence of a region in the step, or in one occurrence of the region around it."""
     names = region.calls
-    first = _calls_named(graph, names[0], within)
+    first = _calls_named(by_path, names[0], within)
     if not first:
         raise PlanMismatch(
             f"The plan has a region {region.path!r} (call {region.number}) that this step of {graph.model} does "
@@ -113,7 +120,7 @@ def _resolve(graph: StepGraph, region: Region, within: Sequence[range]) -> Itera
     for call in first:
         calls = [call]
         for name in names[1:]:
-            following = _calls_named(graph, name, within)
+            following = _calls_named(by_path, name, within)
             found = next((c for c in following if c.start >= calls[-1].end and c.parent == call.parent), None)
             if found is None:
                 raise PlanError(
@@ -127,8 +134,8 @@ def _resolve(graph: StepGraph, region: Region, within: Sequence[range]) -> Itera
                 f"Region {region.name!r} has sharded units inside it: recompute would gather all of them and keep them "
                 "gathered, which is not predicted. Make the regions the units, or smaller."
             )
-        inside = [graph.subtree(index) for index in indices]
-        children = [spec for child in region.children for spec in _resolve(graph, child, inside)]
+        extent = Extent(graph, indices)
+        children = [spec for child in region.children for spec in _resolve(graph, by_path, child, extent)]
         yield RegionSpec(
             call=indices[0],
             kept=_find_kept(graph, indices, region.saved),
@@ -138,12 +145,11 @@ def _resolve(graph: StepGraph, region: Region, within: Sequence[range]) -> Itera
         )
 
 
-def _calls_named(graph: StepGraph, name: CallName, within: Sequence[range]) -> list[ModuleCall]:
+def _calls_named(by_path: _CallsByPath, name: CallName, within: Extent | None) -> list[ModuleCall]:
     return [
-        graph.calls[index]
-        for calls in within
-        for index in calls
-        if graph.calls[index].path == name.path and name.number in (None, graph.calls[index].number)
+        call
+        for call in by_path.get(name.path, ())
+        if name.number in (None, call.number) and (within is None or within.part_of_call(call.index) is not None)
     ]
 
 

@@ -114,10 +114,10 @@ def saved_in(graph: StepGraph, *calls: int) -> list[SavedTensor]:
 
 def linked(graph: StepGraph, spec: RegionSpec) -> dict[int, dict[int, int]]:
     """For each call of a span: its arguments that an earlier call of the span made, and which call that was."""
-    members = spec.calls
+    members = {call: position for position, call in enumerate(spec.calls)}
     return {
-        call: {s: source for s, source in graph.calls[call].links if source in members[:position]}
-        for position, call in enumerate(members)
+        call: {s: source for s, source in graph.calls[call].links if members.get(source, position) < position}
+        for call, position in members.items()
     }
 
 
