@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from autoremat._ledger import expand, peak_bytes
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
-from autoremat.solve import Planner, Solution, classic_regions, frontier_regions, plan_regions
+from autoremat.solve import CLASSIC_NAMES, Planner, Solution, classic_regions, frontier_regions, plan_regions
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._problem import build_problem
+from autoremat.solve._table import Table
 from machine import run_schedule
 from reference import best_cost, cost_of
 from strategies import Recipe, build_step, recipes, step_graphs
@@ -255,6 +256,29 @@ def test_no_plan_is_dearer_than_a_schedule_by_name_that_fits(name: str) -> None:
     assert solution.cost <= cost_of(graph, regions, flops_of(graph))
 
 
+def test_regions_that_the_budget_does_not_need_are_left_out() -> None:
+    block: Recipe = (("call", (("linear", 0, 8), ("gelu", 0, 8), ("linear", 0, 4)), 0),)
+    graph = build_step(tuple((f"h.{i}", block) for i in range(8)))
+    costs = [float(op.flops + op.moved_bytes) for op in graph.ops]
+    planner = Blind(graph, op_cost=costs, price=lambda specs: peak_bytes(graph, expand(graph, specs)))
+    budget = budget_at(planner, 0.5)
+    named = [classic_regions(graph, name) for name in CLASSIC_NAMES]
+    fitting = [regions for regions in named if regions and peak_bytes(graph, expand(graph, regions)) <= budget]
+    solution = planner.plan(budget)
+    assert solution.peak_bytes <= budget
+    assert solution.cost < min(cost_of(graph, regions, costs) for regions in fitting)
+
+
+def test_with_memory_for_everything_even_free_ops_are_not_dropped() -> None:
+    block: Recipe = (("linear", 0, 8), ("norm", 0, 8), ("gelu", 0, 8), ("norm", 0, 8), ("gelu", 0, 8))
+    graph = build_step(tuple((f"h.{i}", (("call", block, 0), ("call", block, 0))) for i in range(3)), loss_bytes=4)
+    facts = collect_facts(graph, flops_of(graph))
+    problem = build_problem(facts, flops_of(graph))
+    assert len(problem.sets[0]) > 1
+    assert min(nest.cost for nests in problem.chain.nests for nest in nests) > 0
+    assert Table(problem.chain).picks(1 << 40) == ()
+
+
 @pytest.mark.parametrize("num_blocks", [2, 4])
 def test_nests_cost_what_the_table_says(num_blocks: int) -> None:
     """Also where a region inside makes its nest run on to the region's end."""
@@ -267,7 +291,7 @@ def test_nests_cost_what_the_table_says(num_blocks: int) -> None:
         ("add", 2, 4),
     )
     graph = build_step(tuple((f"h.{i}", block) for i in range(num_blocks)), loss_bytes=20)
-    facts = collect_facts(graph, flops_of(graph))
+    facts = dataclasses.replace(collect_facts(graph, flops_of(graph)), tie_cost=0.0)
     problem = build_problem(facts, flops_of(graph))
     own = {(nest.number, nest.stores): nest.cost for nests in problem.chain.nests for nest in nests}
     costs = flops_of(graph)

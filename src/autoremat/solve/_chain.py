@@ -100,8 +100,7 @@ class Chain:
 
     def late(self, stop: Bytes, ready: Costs, end: int) -> Costs:
         """What a nest that stores nothing costs more, or less, because of a region inside that reaches its tail."""
-        # Differences of sums: rounded, so that equal stretches have equal ones.
-        found: Costs = np.where(stop >= self.reach[end], np.round(ready - self.tail[end], 12), 0.0)
+        found: Costs = np.where(stop >= self.reach[end], ready - self.tail[end], 0.0)
         return found
 
     @property

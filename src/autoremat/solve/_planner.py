@@ -13,6 +13,7 @@ Known limits: those of `_segments` and `_chain`.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ from autoremat.solve._table import Table
 
 MAX_ROUNDS = 5
 """How often the limit is corrected by what the ledger says."""
+MAX_DROPS = 8
+"""How often it is asked whether a plan that leaves budget over fits without one of its regions."""
 SLACK_SHARE = 0.002
 """Budget left over that is not worth another round, as a share of what plans can change."""
 
@@ -151,7 +154,7 @@ class Planner:
 
     def _priced(self, regions: tuple[RegionSpec, ...]) -> _Priced:
         if regions not in self._known:
-            cost, moved = costs_of(self._facts, regions, (self._op_cost, self._moved), self._region_cost)
+            cost, moved = self._rank_of(regions)
             self._known[regions] = _Priced(regions, cost, moved, self._price(regions))
         return self._known[regions]
 
@@ -231,10 +234,7 @@ class Planner:
         return _Cell(cell.low, middle, cell.lower, found), _Cell(middle, cell.high, found, cell.upper)
 
     def _between(self, cell: _Cell, budget_bytes: int) -> _Priced:
-        """The cheapest plan found for a budget inside a cell, between the costs at its ends.
-
-        One with a peak below the smallest budget is left out: nobody who asked for that peak would get it.
-        """
+        """The cheapest plan found for a budget inside a cell, between the costs at its ends."""
         if cell.upper.peak_bytes <= budget_bytes:
             return cell.upper
         fitting = [p for p in self._classics if p.peak_bytes <= budget_bytes and p.rank >= cell.upper.rank]
@@ -249,12 +249,12 @@ class Planner:
             if left < 0:
                 limit, step, was_over = limit - max(-left, step), 2 * step, True
                 continue
-            if found.rank >= cell.upper.rank and found.peak_bytes >= self.smallest_bytes:
+            if self._is_in(cell, found):
                 best = min(best, found, key=lambda p: (p.rank, p.peak_bytes))
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
             limit += left
-        return self._improved(best, cell, budget_bytes)
+        return self._pruned(self._improved(best, cell, budget_bytes), cell, budget_bytes)
 
     def _improved(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
         """A better plan by the exact program, where a step branches and the bound leaves room for one."""
@@ -268,10 +268,46 @@ class Planner:
                 break
             found = self._priced(regions)
             if found.peak_bytes <= budget_bytes:
-                is_between = cell.upper.rank <= found.rank < best.rank and found.peak_bytes >= self.smallest_bytes
-                return found if is_between else best
+                return found if self._is_in(cell, found) and found.rank < best.rank else best
             limit -= found.peak_bytes - budget_bytes
         return best
+
+    def _pruned(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
+        """The plan without regions, the dearest first, that the budget turns out not to need: what is inside stays.
+
+        The table takes what one region does to another at its worst, so a plan of it may have some in vain.
+        """
+        slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
+        queue = _halves(sorted(self._by_name(best.regions), key=self._rank_of))
+        for _ in range(MAX_DROPS):
+            if not queue or budget_bytes - best.peak_bytes <= slack:
+                break
+            groups = queue.pop()
+            dropped = {spec for group in groups for spec in group}
+            rest = (spec.children if spec in dropped else (spec,) for spec in best.regions)
+            found = self._priced(tuple(spec for specs in rest for spec in specs))
+            if found.peak_bytes <= budget_bytes and self._is_in(cell, found) and found.rank < best.rank:
+                best = found
+            else:
+                queue += _halves(groups)
+        return best
+
+    def _by_name(self, regions: Sequence[RegionSpec]) -> list[tuple[RegionSpec, ...]]:
+        """Each region with its copies, in other micro-steps or of modules called again: what is alike stays alike."""
+        groups: dict[tuple[str, ...], list[RegionSpec]] = defaultdict(list)
+        for spec in regions:
+            groups[tuple(self._facts.graph.calls[c].path for c in spec.calls)].append(spec)
+        return list(map(tuple, groups.values()))
+
+    def _rank_of(self, regions: Sequence[RegionSpec]) -> list[float]:
+        return costs_of(self._facts, regions, (self._op_cost, self._moved), self._region_cost)
+
+    def _is_in(self, cell: _Cell, found: _Priced) -> bool:
+        """Whether a plan may stand in a cell: it is not cheaper than the plan for more budget.
+
+        One with a peak below the smallest budget may not: nobody who asked for that peak would get it.
+        """
+        return found.rank >= cell.upper.rank and found.peak_bytes >= self.smallest_bytes
 
     def _solution(self, priced: _Priced, budget_bytes: int) -> Solution:
         return Solution(
@@ -286,6 +322,12 @@ class Planner:
 def _is_unnumbered(graph: StepGraph, regions: Sequence[RegionSpec]) -> bool:
     """Whether all calls of a module are treated alike, so that regions need not say which is meant."""
     return all(call.number is None for region in describe_all(graph, regions) for call in region.calls)
+
+
+def _halves(groups: list[tuple[RegionSpec, ...]]) -> list[list[tuple[RegionSpec, ...]]]:
+    """Two lists of about half of a list each; nothing of a list of one."""
+    middle = len(groups) // 2
+    return [groups[:middle], groups[middle:]] if middle else []
 
 
 def plan_regions(graph: StepGraph, *, budget_bytes: int, op_cost: Sequence[float], price: Price) -> Solution:

@@ -8,6 +8,7 @@ an estimate, and the ledger has the last word.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ MAX_POINTS = 40
 MIN_POINTS = 10
 _MANY_KINDS = 40
 _MUCH_SHARE = 1 / 80
+_EXACT_BITS = 48
+"""Bits of a sum over all ops; a float has a few more, for several micro-steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +116,18 @@ def build_problem(
     segments = find_segments(facts, flat=flat)
     options = _all_options(facts, segments, op_cost, region_cost)
     sets = store_sets(facts, segments, options) if segments.nests else ((frozenset(),),) * len(facts.spans)
-    chain = _Demands(facts, segments, options, sets).chain(op_cost, region_cost)
+    chain = _Demands(facts, segments, options, sets).chain(_weights(facts, op_cost), region_cost)
     return Problem(facts=facts, segments=segments, options=options, sets=sets, chain=chain)
+
+
+def _weights(facts: Facts, op_cost: Sequence[float]) -> list[float]:
+    """Cost of each op with a little for the bytes that it moves, as in options: else nests of free ops seem free.
+
+    In units of which a float holds any sum exactly, so that equal stretches of a step have equal sums.
+    """
+    weights = [cost + facts.tie_cost * op.moved_bytes for cost, op in zip(op_cost, facts.graph.ops, strict=True)]
+    unit = math.ldexp(1.0, math.frexp(sum(weights))[1] - _EXACT_BITS)
+    return [round(weight / unit) * unit for weight in weights]
 
 
 def _all_options(
@@ -188,7 +201,7 @@ class _Demands:
         return self.facts.during + extra[:-1], self.facts.between + extra
 
     def chain(self, op_cost: Sequence[float], region_cost: RegionCost | None) -> Chain:
-        """The chain problem."""
+        """The chain problem, nests priced by this cost of each op."""
         num = len(self.clocks[0])
         edges: list[list[Edge]] = [[] for _ in range(num)]
         nests: list[list[NestEdge]] = [[] for _ in range(num)]

@@ -225,7 +225,8 @@ class Table:
             own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
             own, left = own[fits], memory + moves.gain[fits] - self._needs[moves.behind[fits]]
             cost = own + self._cost(moves.behind[fits], memory + moves.gain[fits])
-            way = int(fits[np.lexsort((moves.ways.stop[fits], -left, own, cost))[0]])
+            # Of equals the plain step, which comes first: no region that gains nothing.
+            way = int(fits[np.lexsort((moves.ways.stop[fits], -left, fits > 0, own, cost))[0]])
             number, stop, option = (
                 int(found[way]) for found in (moves.ways.number, moves.ways.stop, moves.ways.option)
             )
