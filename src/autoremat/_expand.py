@@ -11,8 +11,10 @@ regions first, each followed by what it let go of.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autoremat._replay import (
@@ -95,7 +97,20 @@ def expand(graph: StepGraph, specs: Iterable[RegionSpec] = ()) -> Schedule:
     Returns:
         Every op, drop and recompute in order. Without regions: the plain step.
     """
-    return _Expansion(graph, specs).schedule()
+    with _no_garbage_collection():
+        return _Expansion(graph, specs).schedule()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tens of thousands of events are made, and all stay: to look for cycles among them takes as long as the rest."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Expansion:
@@ -156,12 +171,13 @@ class _Expansion:
     def _find_holders(self) -> None:
         graph = self.graph
         last = len(graph.ops)
-        for storage in graph.storages:
-            self._hold((storage.index, 0), (storage.last_ref, _FIRST))
+        self.ends = {(storage.index, 0): (storage.last_ref, _FIRST) for storage in graph.storages}
         for record in graph.saved:
             region = self.innermost.get(record.call)
-            around = () if region is None else (*region.ancestors, region)
-            self._hold((record.storage, self._seen_in(record.call, record.storage, around)), (record.released, _FIRST))
+            generation = 0
+            if region is not None:
+                generation = self._seen_in(record.call, record.storage, (*region.ancestors, region))
+            self._hold((record.storage, generation), (record.released, _FIRST))
         for region in self.regions:
             if region.saved or not region.ancestors:
                 for s, part in region.inputs.items():
@@ -204,9 +220,10 @@ class _Expansion:
         for clock in range(num_ops + 1):
             self._drop(events, (clock, _FIRST))
             events.extend(self.releases.pop(clock, ()))
-            for rank, region in enumerate(self.recomputes.get(clock, ()), start=1):
-                self._recompute(region, events)
-                self._drop(events, (clock, rank))
+            if clock in self.recomputes:
+                for rank, region in enumerate(self.recomputes[clock], start=1):
+                    self._recompute(region, events)
+                    self._drop(events, (clock, rank))
             self._drop(events, (clock, _LAST))
             for region, part in closing.get(clock, ()):
                 # A region inside another keeps of its first execution at most the random states.
@@ -215,8 +232,9 @@ class _Expansion:
                 self._start_call(region, part, events)
             if clock < num_ops:
                 op = self.graph.ops[clock]
-                events.append(Event(_RUN[op.phase], op=clock))
-                self._save(op, events, kept)
+                events.append(Event(_RUN[op.phase], clock))
+                if not kept.keys().isdisjoint(op.outputs):
+                    self._save(op, events, kept)
         return Schedule(events=tuple(events), regions=tuple(region.spec.calls for region in self.regions))
 
     def _boundaries(self, regions: Iterable[_Region]) -> tuple[_Boundaries, _Boundaries]:
@@ -232,11 +250,12 @@ class _Expansion:
         return opening, closing
 
     def _drop(self, events: list[Event], moment: _Moment) -> None:
-        events.extend(Event(Action.DROP, storage=s, generation=g) for s, g in self.drops.pop(moment, ()))
+        if moment in self.drops:
+            events += [Event(Action.DROP, -1, s, generation) for s, generation in self.drops.pop(moment)]
 
     def _save(self, op: Op, events: list[Event], kept: dict[int, list[int]]) -> None:
-        for storage in dict.fromkeys(op.outputs):
-            if storage in kept and self.graph.storages[storage].born == op.index:
+        for storage in dict.fromkeys(s for s in op.outputs if s in kept):
+            if self.graph.storages[storage].born == op.index:
                 events.extend(Event(Action.SAVE, storage=storage, region=region) for region in kept[storage])
 
     @staticmethod
@@ -354,7 +373,8 @@ class _Rerun:
             for s in dict.fromkeys(op.outputs):
                 if self.graph.storages[s].born == index and s not in self.region.spec.kept:
                     self._place(s, end)
-        self.expansion._save(op, self.events, self.kept)
+        if not self.kept.keys().isdisjoint(op.outputs):
+            self.expansion._save(op, self.events, self.kept)
 
     def _place(self, storage: int, end: int) -> None:
         """Say when a storage that is alive again dies."""

@@ -19,6 +19,7 @@ from autoremat._schedule import Action, Event, Schedule
 from autoremat._step_graph import BEFORE_STEP, CAUSES, StepGraph
 
 _RUNS = frozenset({Action.FORWARD, Action.RECOMPUTE, Action.BACKWARD, Action.OPTIMIZER})
+_MARKS = Action.DROP, Action.RECOMPUTE, Action.HOLD, Action.RELEASE, Action.SAVE
 _NUM_ITEMS_AT_PEAK = 2_000
 """Enough for a hundred layers, so that like ones can be summed."""
 _NUM_HIGH_MOMENTS = 8
@@ -85,8 +86,32 @@ def peak_bytes(graph: StepGraph, schedule: Schedule) -> int:
     Returns:
         Bytes, once per living copy of a storage, kernel workspace included.
     """
-    live = _Live(graph)
-    return max([live.total, *(point for event in schedule.events if (point := live.apply(event)) is not None)])
+    # The planner's innermost question: what `_Live.apply` adds up, without keeping who is alive.
+    size = [storage.num_bytes for storage in graph.storages]
+    born = [storage.born for storage in graph.storages]
+    new = [{s for s in op.outputs if born[s] == op.index} for op in graph.ops]
+    total = sum(s.num_bytes for s in graph.storages if s.born == BEFORE_STEP) + graph.hidden_bytes
+    drop, recompute, hold, release, save = _MARKS
+    peak, saved = total, set[tuple[int, int]]()
+    for action, index, storage, _, region, num_bytes in schedule.events:
+        if action is drop:
+            total -= size[storage]
+        elif action is save:
+            saved.add((storage, region))
+        elif action is hold:
+            total += num_bytes
+        elif action is release:
+            total -= num_bytes
+        else:
+            op, is_again = graph.ops[index], action is recompute
+            for s in new[index]:
+                if not is_again or (s, region) not in saved:
+                    total += size[s]
+            if total + op.workspace_bytes > peak:
+                peak = total + op.workspace_bytes
+            if not is_again:
+                total += op.kept_bytes
+    return peak
 
 
 def alive_at_turn(graph: StepGraph, schedule: Schedule) -> tuple[Counter[int], Counter[int]]:

@@ -131,6 +131,7 @@ class Planner:
         self._general = General(self._problem) if branches(self._facts) else None
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
+        self._costs: dict[RegionSpec, tuple[float, float]] = {}
         self._nodes: dict[int, _Priced] = {}
         self.plain_bytes = self._priced(()).peak_bytes
         self._step = max(1, (self.plain_bytes - self._table.smallest_limit) // NUM_STEPS)
@@ -278,7 +279,9 @@ class Planner:
         The table takes what one region does to another at its worst, so a plan of it may have some in vain.
         """
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
-        queue = _halves(sorted(self._by_name(best.regions), key=self._rank_of))
+        queue: list[list[tuple[RegionSpec, ...]]] = []
+        if budget_bytes - best.peak_bytes > slack:
+            queue = _halves(sorted(self._by_name(best.regions), key=self._rank_of))
         for _ in range(MAX_DROPS):
             if not queue or budget_bytes - best.peak_bytes <= slack:
                 break
@@ -299,8 +302,14 @@ class Planner:
             groups[tuple(self._facts.graph.calls[c].path for c in spec.calls)].append(spec)
         return list(map(tuple, groups.values()))
 
-    def _rank_of(self, regions: Sequence[RegionSpec]) -> list[float]:
-        return costs_of(self._facts, regions, (self._op_cost, self._moved), self._region_cost)
+    def _rank_of(self, regions: Sequence[RegionSpec]) -> tuple[float, float]:
+        """What recompute of regions costs, and the bytes that it moves."""
+        for spec in regions:
+            if spec not in self._costs:
+                cost, moved = costs_of(self._facts, (spec,), (self._op_cost, self._moved), self._region_cost)
+                self._costs[spec] = cost, moved
+        found = [self._costs[spec] for spec in regions]
+        return sum(cost for cost, _ in found), sum(moved for _, moved in found)
 
     def _is_in(self, cell: _Cell, found: _Priced) -> bool:
         """Whether a plan may stand in a cell: it is not cheaper than the plan for more budget.
