@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat._ledger import expand, peak_bytes
+from autoremat._ledger import expand, peak_bytes, price
 from autoremat._replay import RegionSpec, obstacle
 from autoremat._schedule import Action, Event, Schedule
 from autoremat._step_graph import StepGraph
@@ -30,6 +30,13 @@ def test_regions_without_stored_outputs_are_legal(graph: StepGraph, every: int) 
     tops = [call.index for call in graph.calls if call.parent >= 0 and graph.calls[call.parent].parent == -1]
     specs = [RegionSpec(call) for call in tops[::every] if obstacle(graph, call) is None]
     run_schedule(graph, expand(graph, specs))
+
+
+def test_the_quick_sum_of_a_peak_is_that_of_the_whole_profile() -> None:
+    graph, schedule = _planned()
+    assert {Action.SAVE, Action.HOLD, Action.RECOMPUTE} <= {event.action for event in schedule.events}
+    for steps in (schedule, expand(graph)):
+        assert peak_bytes(graph, steps) == price(graph, steps, [0.0] * len(graph.ops)).peak_bytes
 
 
 def _break(schedule: Schedule, action: Action, *, insert: Event | None = None) -> Schedule:
