@@ -16,8 +16,8 @@ from autoremat._advice_tables import advice_cells, advice_lines
 from autoremat._expand import expand
 from autoremat._ledger import peak_bytes
 from autoremat._resize import batch_size, resize, sequence_length
-from autoremat._scaling import interpolate_steps, same_ops
-from autoremat._ways import every_block, largest_that_fits, verified_size
+from autoremat._scaling import interpolate_steps, same_bytes, same_ops
+from autoremat._ways import Setting, Steps, every_block, largest_that_fits, verified_size
 
 MIB = 2**20
 GPU = "rtx3090-24g"
@@ -202,7 +202,7 @@ def test_sizes_are_exact(language_model):
     for name, planned in (("plain", False), ("best checkpointing", True)):
         row = advice.row(name)
         assert least(planned, samples=row.largest_batch) <= budget < least(planned, samples=row.largest_batch + 1)
-        longer = row.longest_sequence + 16
+        longer = row.longest_sequence + 32
         assert least(planned, samples=4, tokens=row.longest_sequence) <= budget
         assert budget < least(planned, samples=4, tokens=longer)
     assert advice.row("best checkpointing").largest_batch > advice.row("plain").largest_batch
@@ -224,6 +224,53 @@ def test_interpolated_steps_are_those_that_a_trace_would_give(language_model, ax
             (op.flops, op.moved_bytes, op.shape) for op in real.ops
         ]
         assert peak_bytes(made, expand(made)) == peak_bytes(real, expand(real))
+
+
+class Positions(nn.Module):
+    """Is built for a length: its table of positions, with all that belongs to it, grows with that."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.model, self.table = LanguageModel(500, 32, 3, Attention), nn.Embedding(length, 32)
+
+    def forward(self, tokens):
+        places = self.table(torch.arange(tokens.shape[1]))
+        return nn.functional.cross_entropy(
+            self.model.head(self.model.blocks(self.model.embed(tokens) + places)).flatten(0, 1), tokens.flatten()
+        )
+
+
+def counted_steps(build_model):
+    def build(samples, length):
+        return build_model(length), torch.arange(samples * length).view(samples, length) % 500
+
+    model, tokens = build(4, 64)
+    return Steps(model, tokens, ar.get_target("cpu"), build=build, options={}, progress=lambda *_: None)
+
+
+def test_where_a_trace_agrees_with_interpolation_smaller_sizes_need_none():
+    steps = counted_steps(Positions)
+    found = steps.exact(Setting(None, 4, 512))
+    traced = steps.num_traced
+    for tokens in (32, 96, 480):
+        made = steps.exact(Setting(None, 4, tokens))
+        model = Positions(max(64, tokens))
+        real = ar.trace(model, torch.arange(4 * tokens).view(4, tokens) % 500, target="cpu")
+        assert same_bytes(made, real)
+    assert steps.num_traced == traced
+    assert found is steps.traced(Setting(None, 4, 512))
+
+
+def test_where_a_trace_disagrees_with_interpolation_sizes_are_traced():
+    class Branches(Positions):
+        def forward(self, tokens):
+            return super().forward(tokens) * (1 if len(tokens) < 9 else torch.ones(1000).sum())
+
+    steps = counted_steps(Branches)
+    for samples in (40, 20):
+        traced = steps.num_traced
+        assert steps.exact(Setting(None, samples, 64)) is steps.traced(Setting(None, samples, 64))
+        assert steps.num_traced > traced
 
 
 def test_steps_that_run_other_ops_are_not_interpolated():

@@ -18,12 +18,13 @@ from autoremat._diagnose import Facts, diagnose
 from autoremat._errors import UsageError
 from autoremat._planning import find_target
 from autoremat._step import Batch
+from autoremat._step_graph import StepGraph
 from autoremat._targets import Target
 from autoremat._units import format_bytes, format_percent, parse_bytes
 from autoremat._ways import Build, Progress, Setting, Steps, Way, largest_that_fits, verified_size
 
-SEQUENCE_STEP = 16
-"""Sequence lengths are looked for in multiples of this."""
+SEQUENCE_STEP = 32
+"""Sequence lengths are looked for in multiples of this; attention kernels round them up to it."""
 MOST_TOKENS = 1 << 20
 MAX_MICRO_BATCHES = 6
 """How many micro-batches are tried for the fastest setting, the largest that fit first."""
@@ -36,6 +37,7 @@ MAX_SEARCHES = 4
 _FUSABLE = ("adamw", "adam", "sgd", "sgd-momentum")
 
 Regions = Literal["none", "every block", "planned"]
+_SMALLEST_FIRST: tuple[Regions, ...] = ("planned", "every block", "none")
 
 
 def advise(
@@ -131,8 +133,10 @@ class _Table:
         """Everything."""
         rows = [row for recipe in self._recipes() if (row := self._row(recipe)) is not None]
         fastest = self._fastest(effective_batch)
-        if with_sizes:
-            rows = [self._with_sizes(row) for row in rows]
+        if with_sizes:  # the largest first: where a trace agrees with interpolation there, it settles smaller sizes
+            order = sorted(range(len(rows)), key=lambda i: _SMALLEST_FIRST.index(rows[i].regions))
+            sized = {i: self._with_sizes(rows[i]) for i in order}
+            rows = [sized[i] for i in range(len(rows))]
         diagnoses = diagnose(self._facts())
         action, reason = _recommend(rows, diagnoses, fastest, self.budget_bytes)
         return Advice(
@@ -253,19 +257,20 @@ class _Table:
     ) -> int:
         """The largest size that fits, planned on the step as traced at that size.
 
-        Planning takes longest: other sizes are tried with the tightest regions of one, and only the size that is found
-        and the one above it are planned.
+        Planning takes longest: sizes are tried with the tightest regions of one, and only the size above the one that
+        is found so is planned.
         """
         budget, found = self.budget_bytes, 0
         tightest = self.way(at(given), regions)
         for _ in range(MAX_SEARCHES):
-            like = tightest
 
-            def least(n: int, like: Way = like) -> int:
-                return Way(self.steps.step(at(n)), self.target, regions, budget).least_bytes_like(like)
+            def least(graph: StepGraph, like: Way = tightest) -> int:
+                return Way(graph, self.target, regions, budget).least_bytes_like(like)
 
-            likely = largest_that_fits(least, budget, start=start, step=step, most=most)
-            checked = verified_size(lambda n: self._traced_way(at(n), regions).least_bytes, likely, budget, step=step)
+            likely = largest_that_fits(
+                lambda n: least(self.steps.step(at(n))), budget, start=start, step=step, most=most
+            )
+            checked = verified_size(lambda n: least(self.steps.exact(at(n))), likely, budget, step=step)
             if checked <= found:
                 break
             found = start = checked
@@ -275,13 +280,6 @@ class _Table:
             if tightest.least_bytes > budget:
                 break
         return found
-
-    def _traced_way(self, setting: Setting, regions: Regions) -> Way:
-        graph = self.steps.traced(setting)
-        known = self._ways.get((setting, regions))
-        if known is None or known.graph is not graph:
-            self._ways[setting, regions] = known = Way(graph, self.target, regions, self.budget_bytes)
-        return known
 
     def _fastest(self, effective: int) -> AdviceRow | None:
         """The fastest way to an effective batch, over micro-batches, precisions and plans."""

@@ -17,6 +17,8 @@ from autoremat._advice import Diagnosis, Remedy
 from autoremat._api import distribute
 from autoremat._cost import launch_bound_share
 from autoremat._errors import AutorematError
+from autoremat._expand import expand
+from autoremat._ledger import price
 from autoremat._results import MemoryProfile
 from autoremat._sharding import Sharding
 from autoremat._step_graph import StepGraph
@@ -68,7 +70,7 @@ def diagnose(facts: Facts) -> tuple[Diagnosis, ...]:
 
 def _smallest(way: Way) -> MemoryProfile:
     """The profile of a way's smallest peak."""
-    return Way(way.graph, way.target, way.regions, way.least_bytes).profile
+    return price(way.graph, expand(way.graph, way.least_specs), way.op_seconds)
 
 
 def _states(facts: Facts) -> Diagnosis | None:

@@ -5,7 +5,7 @@ so are FLOPs and bytes moved. Two or three traces of the same ops therefore give
 interpolated exactly, by Lagrange's formula in integers.
 
 Known limits: kernels that round sizes up (to 32 rows, say) are off by as much; a model that takes another branch at
-another size has no interpolation. Whoever promises a number found here traces the step at that size once more.
+another size has no interpolation. Whoever promises a number found here makes sure that a trace agrees (`Steps.exact`).
 """
 
 from __future__ import annotations
@@ -17,42 +17,80 @@ from math import lcm
 
 from autoremat._step_graph import Op, StepGraph, Storage
 
-Scaled = Callable[[int], StepGraph]
 
-
-def interpolate_steps(steps: Sequence[tuple[int, StepGraph]]) -> Scaled | None:
-    """A function from a size to the step at that size; None if the steps do not run the same ops.
+class Interpolation:
+    """The step at any size, from the steps at a few. Made by `interpolate_steps`.
 
     Args:
-        steps: (size, step) pairs of different sizes: two for affine numbers, three for quadratic ones.
+        steps: (size, step) pairs that run the same ops.
+        beyond: The step at a larger size, where what is the same at all others is another (see `extended`).
     """
-    sizes = [size for size, _ in steps]
-    graphs = [graph for _, graph in steps]
-    if any(_structure(graph) != _structure(graphs[0]) for graph in graphs[1:]):
-        return None
-    known = dict(steps)
 
-    def at(size: int) -> StepGraph:
-        if size in known:
-            return known[size]
-        weights, divisor = _weights(sizes, size)
+    def __init__(self, steps: Sequence[tuple[int, StepGraph]], beyond: tuple[int, StepGraph] | None = None) -> None:
+        self.sizes = [size for size, _ in steps]
+        self._steps, self._beyond = steps, beyond
+        self._known = dict([*steps, *([] if beyond is None else [beyond])])
+
+    def __call__(self, size: int) -> StepGraph:
+        """The step at a size."""
+        return self._known[size] if size in self._known else self._mixed(size)
+
+    def extended(self, size: int, traced: StepGraph) -> Interpolation | None:
+        """For models that are built for a length: from the first size on, what is constant grows up to another.
+
+        Tables of positions and their states are what grows. None if the rest is not as interpolated.
+        """
+        if size <= max(self.sizes) or not same_ops(self._steps[0][1], traced):
+            return None
+        wider = Interpolation(self._steps, beyond=(size, traced))
+        return wider if same_bytes(wider._mixed(size), traced) else None
+
+    def _mixed(self, size: int) -> StepGraph:
+        graphs = [graph for _, graph in self._steps]
+        weights, divisor = _weights(self.sizes, size)
+        grows = self._beyond is not None and size > self.sizes[0]
+        if self._beyond is not None:
+            graphs.append(self._beyond[1])
 
         def mix(values: Sequence[int]) -> int:
-            if all(value == values[0] for value in values):
+            nodes = values[: len(weights)]
+            if any(value != values[0] for value in nodes):
+                return max(0, round(sum(w * v for w, v in zip(weights, nodes, strict=True)) / divisor))
+            if not grows or values[-1] == values[0]:
                 return values[0]
-            return max(0, round(sum(w * v for w, v in zip(weights, values, strict=True)) / divisor))
+            assert self._beyond is not None
+            share = Fraction(size - self.sizes[0], self._beyond[0] - self.sizes[0])
+            return round(values[0] + share * (values[-1] - values[0]))
 
         ops = tuple(_mixed_op(same, mix) for same in zip(*(graph.ops for graph in graphs), strict=True))
         storages = tuple(_mixed_storage(same, mix) for same in zip(*(graph.storages for graph in graphs), strict=True))
         hidden = mix([graph.hidden_bytes for graph in graphs])
         return replace(graphs[0], ops=ops, storages=storages, hidden_bytes=hidden, measured_s=())
 
-    return at
+
+def interpolate_steps(steps: Sequence[tuple[int, StepGraph]]) -> Interpolation | None:
+    """A function from a size to the step at that size; None if the steps do not run the same ops.
+
+    Args:
+        steps: (size, step) pairs of different sizes: two for affine numbers, three for quadratic ones.
+    """
+    first = steps[0][1]
+    return Interpolation(steps) if all(same_ops(first, graph) for _, graph in steps[1:]) else None
 
 
 def same_ops(one: StepGraph, other: StepGraph) -> bool:
     """Whether two steps differ in sizes only, so that what names ops of one names those of the other."""
     return one is other or _structure(one) == _structure(other)
+
+
+def same_bytes(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two steps run the same ops and hold the same bytes at every moment, so that any regions peak alike."""
+    return same_ops(one, other) and _bytes(one) == _bytes(other)
+
+
+def _bytes(graph: StepGraph) -> object:
+    ops = [(op.workspace_bytes, op.kept_bytes) for op in graph.ops]
+    return ops, [s.num_bytes for s in graph.storages], graph.hidden_bytes
 
 
 def _structure(graph: StepGraph) -> object:

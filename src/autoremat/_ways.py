@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from autoremat._planning import Planning
 from autoremat._replay import RegionSpec, obstacle
 from autoremat._resize import batch_size, resize, sequence_length
 from autoremat._results import MemoryProfile
-from autoremat._scaling import interpolate_steps, same_ops
+from autoremat._scaling import Interpolation, interpolate_steps, same_bytes, same_ops
 from autoremat._schedule import Action
 from autoremat._sharding import repeated_blocks
 from autoremat._step import Batch
@@ -31,6 +31,7 @@ from autoremat._targets import Target
 
 Build = Callable[[int, int | None], tuple[nn.Module, Batch]]
 Progress = Callable[[str, float], None]
+Axis = Literal["samples", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Steps:
         self.samples, self.tokens = batch_size(batch), sequence_length(batch)
         self._build, self._options, self._progress = build, options, progress
         self._traced: dict[Setting, StepGraph] = {}
-        self._scaled: dict[tuple[str | None, bool, str], Callable[[int], StepGraph] | None] = {}
+        self._scaled: dict[tuple[str | None, bool, str], Interpolation | None] = {}
+        self._agreed: dict[Setting, range] = {}
 
     @property
     def num_traced(self) -> int:
@@ -127,6 +129,32 @@ class Steps:
                 return scaled(setting.tokens or 0)
         return self.traced(setting)
 
+    def exact(self, setting: Setting) -> StepGraph:
+        """The step with the bytes that a trace at its size has.
+
+        Interpolation does between sizes at which a trace agreed with it to the byte; elsewhere the step is traced.
+        """
+        axis: Axis = "samples" if setting.samples != self.samples else "tokens"
+        line, size = _line(setting, axis), getattr(setting, axis) or 0
+        if size in self._agreed.get(line, ()):
+            return self.step(setting)
+        made, traced = self.step(setting), self.traced(setting)
+        if made is not traced:
+            self._settle(setting, axis, made, traced)
+        return traced
+
+    def _settle(self, setting: Setting, axis: Axis, made: StepGraph, traced: StepGraph) -> None:
+        """Note down for which sizes interpolation does, now that one is traced that was made by it."""
+        key, size = (setting.precision, setting.accumulates, axis), getattr(setting, axis)
+        scaled = self._scaled[key]
+        if scaled is not None and not same_bytes(made, traced):
+            is_built = axis == "tokens" and self._build is not None
+            scaled = scaled.extended(size, traced) if is_built else None
+        if scaled is not None:
+            self._scaled[key] = scaled
+            sizes = (size, *scaled.sizes)
+            self._agreed[_line(setting, axis)] = range(min(sizes), max(sizes) + 1)
+
     def _accumulated(self, setting: Setting) -> StepGraph:
         key = (setting.precision, True, f"samples of {setting.tokens}")
         if key not in self._scaled:
@@ -137,24 +165,31 @@ class Steps:
         scaled = self._scaled[key]
         return self.traced(setting) if scaled is None else scaled(setting.samples)
 
-    def _by(self, setting: Setting, axis: str) -> Callable[[int], StepGraph] | None:
+    def _by(self, setting: Setting, axis: Axis) -> Interpolation | None:
         key = (setting.precision, setting.accumulates, axis)
         if key not in self._scaled:
-            if axis == "samples":
-                sizes = [self.samples, self.samples // 2 if self.samples >= 4 else 2 * self.samples + 2]
-            else:
-                whole = self.tokens or 0
-                sizes = [whole, max(2, whole // 2), max(3, 3 * whole // 4)]
-            self._scaled[key] = self._interpolate(setting, axis, sizes)
+            self._scaled[key] = self._interpolate(setting, axis, self._nodes(axis))
         return self._scaled[key]
 
-    def _interpolate(self, setting: Setting, axis: str, sizes: Sequence[int]) -> Callable[[int], StepGraph] | None:
+    def _nodes(self, axis: Axis) -> list[int]:
+        """Sizes that steps are interpolated between."""
+        if axis == "samples":
+            return [self.samples, self.samples // 2 if self.samples >= 4 else 2 * self.samples + 2]
+        whole = self.tokens or 0
+        return [whole, max(2, whole // 2), max(3, 3 * whole // 4)]
+
+    def _interpolate(self, setting: Setting, axis: Axis, sizes: Sequence[int]) -> Interpolation | None:
         steps = []
         for size in sizes:
             samples = size if axis == "samples" else self.samples
             tokens = size if axis == "tokens" else self.tokens
             steps.append((size, self.traced(Setting(setting.precision, samples, tokens, setting.accumulates))))
         return interpolate_steps(steps)
+
+
+def _line(setting: Setting, axis: Axis) -> Setting:
+    """What all sizes along an axis have in common."""
+    return replace(setting, samples=0) if axis == "samples" else replace(setting, tokens=0)
 
 
 class Way:
