@@ -196,3 +196,15 @@ def test_nests_reach_below_what_single_blocks_reach() -> None:
     assert flat.smallest_limit == 40
     assert nested.smallest_limit < 24
     assert nested.picks(39) is not None
+
+
+def test_a_region_that_lets_a_nest_stop_early_is_taken_where_it_needs_more_than_the_plain_step() -> None:
+    zero, none = array(0, 0), np.zeros((NUM_SETS, 1), np.int64)
+    inner = Edge(0, 1, array(1), array(0), array(0), np.zeros(1), none, np.zeros(1))
+    nest = NestEdge(-1, 0, 2, 0, 0, 0, 0.0, zero, 0.0)
+    work = np.array([0.0, 0.0, 1.0])
+    chain = Chain(
+        edges=((inner,), (), ()), nests=((nest,), (), ()), forward=zero, backward=zero, shift=array(0, 0, 0), required=0,
+        stored=np.zeros((NUM_SETS, 3), np.int64), work=work, tail=work, reach=array(0, 0, 0),
+    )  # fmt: skip
+    assert Table(chain, num_slots=512).picks(1) == ((-1, 0, ((0, 0, ()),)),)

@@ -188,7 +188,7 @@ class Table:
     def _solve(self, moves: _Moves) -> int:
         """Least cost by slot over all ways on."""
         need = int(moves.demand.min())
-        top = max(int(moves.demand[0]), self._top[moves.behind[0]] - int(moves.gain[0]))
+        top = self._most_wanted(moves)
         num_slots = -(-(top - need) // self.width) + 1
         first = -((need - moves.demand) // self.width)
         shift = (need + moves.gain - self._needs[moves.behind]) // self.width
@@ -207,6 +207,19 @@ class Table:
                 parts.append((self._values[inside], start + inner_move))
             _lower(best, start, cost, parts)
         return self._add(best, need, top)
+
+    def _most_wanted(self, moves: _Moves) -> int:
+        """Memory that leaves nothing to be wanted: the plain step's, or that of a region which lets a nest stop early."""
+        least = moves.cost + np.array([self._values[state][-1] for state in moves.behind.tolist()])
+        least[moves.nests] += [self._values[state][-1] for state in moves.inside.tolist()]
+        wanted = (least < least[0]).nonzero()[0].tolist()
+        tops = [
+            max(int(moves.demand[way]), self._top[moves.behind[way]] - int(moves.gain[way])) for way in (0, *wanted)
+        ]
+        inside = {way: nest for nest, way in enumerate(moves.nests.tolist())}
+        for nest in (inside[way] for way in wanted if way in inside):
+            tops.append(self._top[moves.inside[nest]] - int(moves.inner_gain[nest]))
+        return max(tops)
 
     # -- reading ----------------------------------------------------------------------------------------------
 
