@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoremat as ar
-from autoremat import _monitor, _monitor_check
+from autoremat import _monitor, _monitor_check, _monitor_step
 from autoremat._plan import Region
 from autoremat._slow import UNEXPLAINED, WINDOW, Expected, find_slow
 
@@ -353,11 +353,30 @@ def test_steps_as_fast_as_expected_and_few_steps_get_no_warning():
     assert find_slow(_records(WINDOW - 1, step_s=9.0), Expected(1.0, "")) is None
 
 
+class Clock:
+    """A clock that only reading it and sleeping move on: the machine may be as busy as it likes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-4
+        return self.now
+
+    process_time = perf_counter
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
 def test_a_training_that_gets_slower_is_warned_about_once(monkeypatch):
     monkeypatch.setattr(_monitor, "NUM_WARM_UP", 1)
+    clock = Clock()
+    monkeypatch.setattr(_monitor, "time", clock)
+    monkeypatch.setattr(_monitor_step, "time", clock)
     model = nn.Linear(32, 1)
     with pytest.warns(UserWarning, match="waiting between steps") as caught, watch(model, warn=True) as monitor:
-        train(model, adamw(model), 36, after=lambda number: time.sleep(0.02 if number > 11 else 0))
+        train(model, adamw(model), 36, after=lambda number: clock.sleep(0.02 if number > 11 else 0))
     found = [w for w in caught if "by the first steps" in str(w.message)]
     assert len(found) == len(monitor.results.warnings)
     waits = [w for w in monitor.results.warnings if w.reasons[0].startswith("waiting")]

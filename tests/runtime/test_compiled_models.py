@@ -91,7 +91,8 @@ def test_a_compiled_step_has_the_gradients_of_an_eager_one(make):
     for backend in (whole_ops(), "aot_eager_decomp_partition"):
         plain, plain_peak = run(make, backend=backend)
         tolerance = COMPILER_TOLERANCE * max(difference(plain, expected), torch.finfo().eps)
-        for name in ("save:matmuls", "every-block"):
+        names = ("every-block",) if backend == "aot_eager_decomp_partition" else ("save:matmuls", "every-block")
+        for name in names:
             plan = ar.classic(graph, name)
             gradients, eager_peak = run(make, plan)
             assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

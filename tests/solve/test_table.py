@@ -204,7 +204,7 @@ def test_a_region_that_lets_a_nest_stop_early_is_taken_where_it_needs_more_than_
     nest = NestEdge(-1, 0, 2, 0, 0, 0, 0.0, zero, 0.0)
     work = np.array([0.0, 0.0, 1.0])
     chain = Chain(
-        edges=((inner,), (), ()), nests=((nest,), (), ()), forward=zero, backward=zero, shift=array(0, 0, 0), required=0,
-        stored=np.zeros((NUM_SETS, 3), np.int64), work=work, tail=work, reach=array(0, 0, 0),
+        edges=((inner,), (), ()), nests=((nest,), (), ()), forward=zero, backward=zero, shift=array(0, 0, 0),
+        required=0,        stored=np.zeros((NUM_SETS, 3), np.int64), work=work, tail=work, reach=array(0, 0, 0),
     )  # fmt: skip
     assert Table(chain, num_slots=512).picks(1) == ((-1, 0, ((0, 0, ()),)),)

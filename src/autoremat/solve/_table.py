@@ -209,7 +209,7 @@ class Table:
         return self._add(best, need, top)
 
     def _most_wanted(self, moves: _Moves) -> int:
-        """Memory that leaves nothing to be wanted: the plain step's, or that of a region which lets a nest stop early."""
+        """Memory that leaves nothing to be wanted: the plain step's, or that of regions by which nests stop early."""
         least = moves.cost + np.array([self._values[state][-1] for state in moves.behind.tolist()])
         least[moves.nests] += [self._values[state][-1] for state in moves.inside.tolist()]
         wanted = (least < least[0]).nonzero()[0].tolist()
