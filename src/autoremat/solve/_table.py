@@ -218,7 +218,7 @@ class Table:
         ]
         inside = {way: nest for nest, way in enumerate(moves.nests.tolist())}
         for nest in (inside[way] for way in wanted if way in inside):
-            tops.append(self._top[moves.inside[nest]] - int(moves.inner_gain[nest]))
+            tops.append(int(self._top[moves.inside[nest]]) - int(moves.inner_gain[nest]))
         return max(tops)
 
     # -- reading ----------------------------------------------------------------------------------------------
