@@ -210,16 +210,15 @@ class Table:
 
     def _most_wanted(self, moves: _Moves) -> int:
         """Memory that leaves nothing to be wanted: the plain step's, or that of regions by which nests stop early."""
-        least = moves.cost + np.array([self._values[state][-1] for state in moves.behind.tolist()])
-        least[moves.nests] += [self._values[state][-1] for state in moves.inside.tolist()]
-        wanted = (least < least[0]).nonzero()[0].tolist()
-        tops = [
-            max(int(moves.demand[way]), self._top[moves.behind[way]] - int(moves.gain[way])) for way in (0, *wanted)
-        ]
-        inside = {way: nest for nest, way in enumerate(moves.nests.tolist())}
-        for nest in (inside[way] for way in wanted if way in inside):
-            tops.append(int(self._top[moves.inside[nest]]) - int(moves.inner_gain[nest]))
-        return max(tops)
+        behind, inside = moves.behind.tolist(), moves.inside.tolist()
+        least = moves.cost + [self._values[state][-1] for state in behind]
+        least[moves.nests] += [self._values[state][-1] for state in inside]
+        top = np.maximum(moves.demand, [self._top[state] for state in behind] - moves.gain)
+        inner_top = np.array([self._top[state] for state in inside], np.int64) - moves.inner_gain
+        top[moves.nests] = np.maximum(top[moves.nests], inner_top)
+        wanted = least < least[0]
+        wanted[0] = True
+        return int(top[wanted].max())
 
     # -- reading ----------------------------------------------------------------------------------------------
 
