@@ -1,6 +1,8 @@
 """Plans keep their promises on real models, and wrong requests are refused before anything changes."""
 
 import copy
+import gc
+from itertools import accumulate
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import autoremat as ar
 from autoremat._ledger import expand
+from autoremat._measure import record_memory
 from autoremat._plan import CallName
 from autoremat._regions import resolve
 from machine import run_schedule
@@ -174,6 +177,25 @@ def test_verify_names_what_differs(monkeypatch):
     report = ar.verify(model, torch.ones(2, 4), plan, loss=total)
     assert not report.equal
     assert {d.kind for d in report.differences} & {"loss", "gradient", "error"}
+
+
+def test_what_an_earlier_run_left_behind_is_not_freed_in_a_measured_one():
+    def leave():
+        held = [torch.ones(1000)]
+        held.append(held)  # a cycle, which lives until the collector comes by
+        return held[0].sum()
+
+    def run():
+        gc.collect()
+        return torch.ones(1)
+
+    gc.disable()
+    try:
+        record_memory(leave)
+        _, events = record_memory(run)
+    finally:
+        gc.enable()
+    assert all(live >= 0 for live in accumulate(change for _, change in events))
 
 
 def test_verify_and_measure_put_the_model_back():

@@ -10,6 +10,7 @@ neither judge says what it was.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import statistics
 import time
@@ -253,6 +254,7 @@ def record_memory(function: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[fl
         start, bytes.
     """
     make_way()
+    gc.collect()  # what lies in cycles from an earlier run would count as freed in this one
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports to stderr otherwise ("USDT: ...")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
