@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoremat._regions import describe_all
@@ -28,6 +28,7 @@ from autoremat.solve._options import RegionCost
 from autoremat.solve._problem import build_problem, costs_of
 from autoremat.solve._segments import is_possible
 from autoremat.solve._table import Table
+from autoremat.solve._variants import storable, stores_more
 
 MAX_ROUNDS = 5
 """How often the limit is corrected by what the ledger says."""
@@ -47,6 +48,9 @@ GENERAL_LEVELS = 4
 """In how many levels of the tree of budgets the exact program is asked, where a step branches."""
 GENERAL_GAP, GENERAL_GAIN = 0.01, 0.005
 """Gap above which it is asked, and what it has to gain, as shares of the cost of the step."""
+
+MAX_REFINEMENTS, MAX_REFINED_OPS = 16, 3000
+"""How many plans next to one with nests are tried in a cell of those levels, and in steps of at most how many ops."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
 
@@ -129,6 +133,7 @@ class Planner:
         self._problem = build_problem(self._facts, op_cost, region_cost, flat=flat)
         self._table = Table(self._problem.chain)
         self._general = General(self._problem) if branches(self._facts) else None
+        self._storable = storable(self._problem)
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._costs: dict[RegionSpec, tuple[float, float]] = {}
@@ -178,7 +183,8 @@ class Planner:
         for attempt in range(NUM_TIGHTEST):
             limit = self._table.smallest_limit + attempt * TIGHTEST_STEPS * self._step
             self._solve(limit)
-        return min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
+        smallest = min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
+        return self._refined(smallest, smallest.peak_bytes, lambda found: True)
 
     def plan(self, budget_bytes: int) -> Solution:
         """The cheapest regions found for a budget.
@@ -255,16 +261,18 @@ class Planner:
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
             limit += left
-        return self._pruned(self._improved(best, cell, budget_bytes), cell, budget_bytes)
+        if self._leaves_room(best, cell, budget_bytes):
+            best = self._improved(best, cell, budget_bytes)
+            best = self._refined(best, budget_bytes, lambda found: self._is_in(cell, found))
+        return self._pruned(best, cell, budget_bytes)
 
     def _improved(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
-        """A better plan by the exact program, where a step branches and the bound leaves room for one."""
-        total, is_fine = sum(self._op_cost), cell.high - cell.low <= 2 ** (DEPTH - GENERAL_LEVELS)
-        if self._general is None or is_fine or best.cost - self._bound.at(budget_bytes) <= GENERAL_GAP * total:
+        """A better plan by the exact program, where a step branches."""
+        if self._general is None:
             return best
-        limit = budget_bytes
+        limit, below = budget_bytes, best.cost - GENERAL_GAIN * sum(self._op_cost)
         for _ in range(MAX_ROUNDS):
-            regions = self._general.solve(limit, below=best.cost - GENERAL_GAIN * total).regions
+            regions = self._general.solve(limit, below=below).regions
             if regions is None:
                 break
             found = self._priced(regions)
@@ -272,6 +280,36 @@ class Planner:
                 return found if self._is_in(cell, found) and found.rank < best.rank else best
             limit -= found.peak_bytes - budget_bytes
         return best
+
+    def _leaves_room(self, best: _Priced, cell: _Cell, budget_bytes: int) -> bool:
+        """Whether the bound allows a much better plan, in a cell of the upper levels."""
+        is_fine = cell.high - cell.low <= 2 ** (DEPTH - GENERAL_LEVELS)
+        return not is_fine and best.cost - self._bound.at(budget_bytes) > GENERAL_GAP * sum(self._op_cost)
+
+    def _refined(self, best: _Priced, budget_bytes: int, is_allowed: Callable[[_Priced], bool]) -> _Priced:
+        """The plan with outputs stored in its nests that the table did not think of, the most gain first."""
+        if len(self._facts.graph.ops) > MAX_REFINED_OPS:
+            return best
+        asked: set[tuple[RegionSpec, ...]] = set()
+        for _ in range(MAX_REFINEMENTS):
+            nearby = [regions for regions in self._nearby(best.regions) if regions not in asked]
+            if not nearby:
+                break
+            regions = min(nearby, key=self._rank_of)
+            asked.add(regions)
+            if self._rank_of(regions) < best.rank:
+                found = self._priced(regions)
+                if found.peak_bytes <= budget_bytes and is_allowed(found):
+                    best = found
+        return best
+
+    def _nearby(self, regions: tuple[RegionSpec, ...]) -> Iterator[tuple[RegionSpec, ...]]:
+        """Plans in which one nest stores one output more; only of nests that have no copies to change with them."""
+        alone = {group[0] for group in self._by_name(regions) if len(group) == 1}
+        for position, spec in enumerate(regions):
+            if spec.children and spec in alone:
+                for other in stores_more(self._facts, spec, self._storable, self._op_cost):
+                    yield (*regions[:position], other, *regions[position + 1 :])
 
     def _pruned(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
         """The plan without regions, the dearest first, that the budget turns out not to need: what is inside stays.

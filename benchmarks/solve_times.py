@@ -1,0 +1,127 @@
+"""How long planning takes once a step is traced.
+
+    python benchmarks/solve_times.py [--cases NAME,...] [--json FILE]
+
+Four steps: 126 equal layers; 150 stages no two of which are alike; an encoder and a decoder with cross attention (a
+T5-base) as a general graph; and Llama 3 8B. *Plan* is the planner's setup (candidates, options, table, smallest peak,
+bound) and the plan for the budget in the middle between the smallest and the plain peak; *frontier* is setup and 64
+points. The objective is FLOPs, and every peak is priced by the ledger. Seconds are of the process's CPU; wall time
+stands beside them, since other programs may run on the machine. *Prices* counts the peaks asked of the ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from judge import machine
+from rich.console import Console
+from rich.table import Table
+
+import autoremat as ar
+from autoremat._ledger import expand, peak_bytes
+from autoremat._step_graph import StepGraph
+from autoremat.solve import Planner
+from strategies import Recipe, build_step
+
+POINTS = 64
+LAYER: Recipe = (
+    ("norm", 0, 4),
+    ("call", (("linear", 0, 12), ("attention", 1, 4), ("linear", 0, 4), ("dropout", 0, 4)), 0),
+    ("add", 2, 4),
+    ("norm", 0, 4),
+    ("call", (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 4), ("dropout", 0, 4)), 0),
+    ("add", 2, 4),
+)
+"""A block of GPT-2, sizes in quarters of the residual stream."""
+
+
+def equal_layers(num: int = 126) -> StepGraph:
+    return build_step(tuple((f"h.{i}", LAYER) for i in range(num)), loss_bytes=20, unit_bytes=1 << 20)
+
+
+def different_stages(num: int = 150) -> StepGraph:
+    """Stages of three to six ops of random kinds and sizes."""
+    draw = random.Random(0)
+    kinds = ("linear", "gelu", "norm", "linear", "dropout", "batch_norm")
+
+    def stage() -> Recipe:
+        return tuple((draw.choice(kinds), draw.randrange(2), draw.randint(1, 40)) for _ in range(draw.randint(3, 6)))
+
+    return build_step(tuple((f"h.{i}", stage()) for i in range(num)), loss_bytes=20, unit_bytes=1 << 20)
+
+
+def preset(name: str, **options: object) -> StepGraph:
+    built = ar.build_preset(name, **options)  # type: ignore[arg-type]
+    return ar.trace(built.model, built.batch, loss=built.loss, optimizer=None, gradients="kept")
+
+
+CASES: dict[str, tuple[str, float, Callable[[], StepGraph]]] = {
+    "126 equal layers": ("plan", 1.0, equal_layers),
+    "150 different stages": ("plan", 5.0, different_stages),
+    "T5-base": ("plan", 10.0, lambda: preset("t5-base")),
+    "Llama 3 8B": ("frontier", 10.0, lambda: preset("llama-3-8b", precision="bf16")),
+}
+"""By name: what is timed, the time wanted, and how the step is made."""
+
+
+def solve(graph: StepGraph, what: str) -> dict[str, object]:
+    """Plan a step or find its frontier, and say how long it took and how much work it was."""
+    op_cost = [float(op.flops) for op in graph.ops]
+    prices = 0
+
+    def price(specs: object) -> int:
+        nonlocal prices
+        prices += 1
+        return peak_bytes(graph, expand(graph, specs))  # type: ignore[arg-type]
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    planner = Planner(graph, op_cost=op_cost, price=price)
+    setup_s = time.process_time() - cpu
+    if what == "plan":
+        planner.plan((planner.smallest_bytes + planner.plain_bytes) // 2)
+        num_points = 1
+    else:
+        num_points = len(planner.frontier(POINTS))
+    return {
+        "num_ops": len(graph.ops),
+        "num_points": num_points,
+        "num_prices": prices,
+        "setup_cpu_s": setup_s,
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - wall,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    table = Table(title="Planning times, seconds")
+    for name in ("step", "ops", "what", "points", "prices", "setup, CPU", "CPU", "wall", "wanted"):
+        table.add_column(name, justify="left" if name in ("step", "what") else "right")
+    rows = []
+    for name in arguments.cases.split(","):
+        what, wanted_s, make = CASES[name]
+        row = {"step": name, "what": what, **solve(make(), what), "wanted_s": wanted_s}
+        rows.append(row)
+        counts = (f"{row[key]:,}" for key in ("num_points", "num_prices"))
+        seconds = (f"{row[key]:.2f}" for key in ("setup_cpu_s", "cpu_s", "wall_s"))
+        table.add_row(name, f"{row['num_ops']:,}", what, *counts, *seconds, f"{wanted_s:.0f}")
+    Console(width=120).print(table)
+    if arguments.json:
+        found = {"machine": f"{machine()}, load {os.getloadavg()[0]:.1f}", "rows": rows}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
