@@ -18,6 +18,7 @@ from autoremat.solve import CLASSIC_NAMES, Planner, Solution, classic_regions, f
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._problem import build_problem
 from autoremat.solve._table import Table
+from autoremat.solve._variants import storable, stores_more
 from machine import run_schedule
 from reference import best_cost, cost_of
 from strategies import Recipe, build_step, recipes, step_graphs
@@ -277,6 +278,34 @@ def test_with_memory_for_everything_even_free_ops_are_not_dropped() -> None:
     assert len(problem.sets[0]) > 1
     assert min(nest.cost for nests in problem.chain.nests for nest in nests) > 0
     assert Table(problem.chain).picks(1 << 40) == ()
+
+
+def test_nests_store_what_the_ledger_shows_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table counts what a nest stores to the end of its backward; here only without that it fits."""
+    layers: list[Recipe] = [(("norm", 0, 8),), (("linear", 0, 5),)] * 3
+    graph = build_step(tuple((f"h.{i}", layer) for i, layer in enumerate(layers)))
+    costs = [float(op.flops + op.moved_bytes) for op in graph.ops]
+    planner = planner_of(graph, costs)
+    found = planner.plan(planner.smallest_bytes)
+    run_schedule(graph, expand(graph, found.regions))
+    monkeypatch.setattr("autoremat.solve._planner.MAX_REFINEMENTS", 0)
+    without = planner_of(graph, costs)
+    assert found.peak_bytes <= without.smallest_bytes
+    assert found.cost < 0.6 * without.plan(without.smallest_bytes).cost
+
+
+@slow
+@given(step_graphs(max_blocks=3, max_ops=4))
+def test_every_output_that_a_nest_may_store_besides_is_legal(graph: StepGraph) -> None:
+    facts = collect_facts(graph, flops_of(graph))
+    problem = build_problem(facts, flops_of(graph))
+    for nests in problem.chain.nests:
+        for nest in nests[:1]:
+            start = problem.segments.nests[-1 - nest.number].start
+            inside = [(e.candidate, 0, ()) for e in problem.chain.edges[start] if e.stop < nest.stop][:1]
+            (spec, *_) = problem.regions([(nest.number, nest.stores, tuple(inside))])
+            for other in stores_more(facts, spec, storable(problem), [1.0] * len(graph.ops)):
+                run_schedule(graph, expand(graph, [other]))
 
 
 @pytest.mark.parametrize("num_blocks", [2, 4])

@@ -31,6 +31,7 @@ class Facts:
         deaths: Clock at which each storage dies in the plain step.
         records_of: What autograd saved, by storage.
         saved_at: What autograd saved, by innermost module call.
+        unpacked_at: When backward first reads something saved in a module call or below it, by call.
         mutated_at: Ops that write a storage in place, by storage, in order.
         changes: Clock and storage of each in-place write in forward and backward to what is no parameter or buffer.
         readers_of: Ops that read each of these storages.
@@ -47,6 +48,7 @@ class Facts:
     deaths: tuple[int, ...]
     records_of: dict[int, list[SavedTensor]]
     saved_at: dict[int, list[SavedTensor]]
+    unpacked_at: dict[int, int]
     mutated_at: dict[int, list[int]]
     changes: tuple[tuple[int, int], ...]
     readers_of: dict[int, list[int]]
@@ -69,7 +71,7 @@ class Facts:
 
     def first_unpack(self, *calls: int) -> int | None:
         """Clock at which backward first reads what was saved in module calls; None if it never does."""
-        return min((r.unpacked for r in self.saved_in(*calls) if r.unpacked is not None), default=None)
+        return min((self.unpacked_at[call] for call in calls if call in self.unpacked_at), default=None)
 
     def death_without(self, storage: int, calls: Container[int]) -> int:
         """When a storage would die if autograd did not hold it for these calls."""
@@ -127,6 +129,7 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         deaths=tuple(deaths),
         records_of=dict(records_of),
         saved_at=dict(saved_at),
+        unpacked_at=_first_unpacks(graph),
         mutated_at=dict(mutated_at),
         changes=changes,
         readers_of=readers_of,
@@ -138,6 +141,16 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         gathers=tuple(op.index for op in graph.ops if op.name == GATHER),
         births=tuple(sorted((storage.born, storage.index) for storage in graph.storages)),
     )
+
+
+def _first_unpacks(graph: StepGraph) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for record in graph.saved:
+        call = record.call if record.unpacked is not None else -1
+        while call >= 0:
+            found[call] = min(found.get(call, len(graph.ops)), record.unpacked or 0)
+            call = graph.calls[call].parent
+    return found
 
 
 def _live_bytes(graph: StepGraph, deaths: list[int]) -> tuple[Bytes, Bytes]:

@@ -142,12 +142,12 @@ def _connect(facts: Facts, inner: Inner, units: Sequence[Unit]) -> None:
         for s in unit.storages:
             if s in asked:
                 unit.bytes_of[s] = 0 if inner.is_free(s) else graph.storages[s].num_bytes
-                if unit.always_runs or not _can_be_stored(facts, inner, s):
+                if unit.always_runs or not can_be_stored(facts, inner.end, s):
                     unit.unstorable.add(s)
 
 
-def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
-    """Whether a storage, in the state that it has when the region ends, can stand in for the op that made it."""
+def can_be_stored(facts: Facts, end: int, storage: int) -> bool:
+    """Whether a storage, in the state that it has when a region ends, can stand in for the op that made it."""
     graph = facts.graph
     birth = graph.storages[storage].born
     if storage not in graph.ops[birth].outputs:
@@ -156,8 +156,8 @@ def _can_be_stored(facts: Facts, inner: Inner, storage: int) -> bool:
     if not mutations:
         return True
     last = mutations[-1]
-    if any(len({*graph.ops[index].outputs, *graph.ops[index].mutates}) > 1 for index in mutations if index < inner.end):
+    if any(len({*graph.ops[index].outputs, *graph.ops[index].mutates}) > 1 for index in mutations if index < end):
         # Recompute may want the other result of such an op; running it would write the stored one a second time.
         return False
-    early = (op for op in graph.ops[birth + 1 : min(last, inner.end)] if not op.is_view and storage not in op.mutates)
-    return last < inner.end and not any(storage in op.inputs for op in early)
+    early = (op for op in graph.ops[birth + 1 : min(last, end)] if not op.is_view and storage not in op.mutates)
+    return last < end and not any(storage in op.inputs for op in early)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from autoremat._replay import RegionSpec, replay
 from autoremat.solve._facts import Facts
 from autoremat.solve._problem import Problem
+from autoremat.solve._units import can_be_stored
 
 MAX_OUTPUTS = 8
 """Outputs tried for one region, those that take most to make again first."""
@@ -34,11 +36,12 @@ def stores_more(
         allowed: What may be stored.
         op_cost: Cost of each op.
     """
-    work = replay(facts.graph, spec, facts.saved_in(*spec.calls))
+    work, end = replay(facts.graph, spec, facts.saved_in(*spec.calls)), facts.graph.calls[spec.calls[-1]].end
     makers = sorted((i for i in work.ops if op_cost[i] > 0), key=lambda i: (-op_cost[i], i))
-    made = (s for index in makers for s in dict.fromkeys(facts.graph.ops[index].outputs))
-    outputs = [s for s in made if s in allowed and s not in spec.kept and facts.graph.storages[s].born in work.ops]
-    for s in outputs[:MAX_OUTPUTS]:
+    storages = facts.graph.storages
+    made = (s for i in makers for s in dict.fromkeys(facts.graph.ops[i].outputs) if storages[s].born == i)
+    outputs = (s for s in made if s in allowed and s not in spec.kept and can_be_stored(facts, end, s))
+    for s in islice(outputs, MAX_OUTPUTS):
         yield dataclasses.replace(spec, kept=spec.kept | {s}, is_whole=False)
     for position, child in enumerate(spec.children):
         for other in stores_more(facts, child, allowed, op_cost):
