@@ -134,6 +134,7 @@ class Planner:
         self._table = Table(self._problem.chain)
         self._general = General(self._problem) if branches(self._facts) else None
         self._storable = storable(self._problem)
+        self._is_small = len(graph.ops) <= MAX_REFINED_OPS
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._costs: dict[RegionSpec, tuple[float, float]] = {}
@@ -261,7 +262,8 @@ class Planner:
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
             limit += left
-        if self._leaves_room(best, cell, budget_bytes):
+        may_gain = self._general is not None or self._is_small
+        if may_gain and self._leaves_room(best, cell, budget_bytes):
             best = self._improved(best, cell, budget_bytes)
             best = self._refined(best, budget_bytes, lambda found: self._is_in(cell, found))
         return self._pruned(best, cell, budget_bytes)
@@ -288,7 +290,7 @@ class Planner:
 
     def _refined(self, best: _Priced, budget_bytes: int, is_allowed: Callable[[_Priced], bool]) -> _Priced:
         """The plan with outputs stored in its nests that the table did not think of, the most gain first."""
-        if len(self._facts.graph.ops) > MAX_REFINED_OPS:
+        if not self._is_small:
             return best
         asked: set[tuple[RegionSpec, ...]] = set()
         for _ in range(MAX_REFINEMENTS):
