@@ -3,9 +3,10 @@
 All plans of a step are one binary tree of budgets between the smallest possible and the plain peak. The plan at a
 budget in the middle of a cell is solved for, priced by the ledger and corrected until the two agree (the peak that is
 promised is the ledger's); it is never dearer than the plan at the lower end of the cell, and one that is cheaper than
-the plan at the upper end is left out. Where a step branches and the bound leaves room, the exact program (`_general`)
-is asked as well, in the upper levels of the tree. A plan depends on the cells around it alone, so more budget never
-costs more, the same budget gives the same plan, and both hold however many budgets were asked for before.
+the plan at the upper end is left out. Where the bound leaves room, in the upper levels of the tree, the exact program
+(`_general`) is asked as well if a step branches, and plans next to one with nests are tried (`_variants`). A plan
+depends on the cells around it alone, so more budget never costs more, the same budget gives the same plan, and both
+hold however many budgets were asked for before.
 
 Known limits: those of `_segments` and `_chain`.
 """
