@@ -40,9 +40,8 @@ micro-batches are as fast in them as those of larger ones. Made by `python {comm
 {causes}
 """
 SIZES = """Largest batch: most samples in one forward, at this sequence length. Longest sequence: most tokens in a
-sample, at this batch, in steps of 32. Each was traced at that size, or lies between sizes at which traces agree to the
-byte with how bytes grow. "Same bits" is what `autoremat verify` checks on a
-real run."""
+sample, at the micro-batch of the row, in steps of 32. Each was traced at that size, or lies between sizes at which
+traces agree to the byte with how bytes grow. "Same bits" is what `autoremat verify` checks on a real run."""
 
 
 def markdown(names, rows):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import autoremat as ar
-from autoremat._advice_tables import advice_cells, advice_lines
+from autoremat._advice_tables import advice_cells, advice_lines, advice_tables
 from autoremat._expand import expand
 from autoremat._ledger import peak_bytes
 from autoremat._resize import batch_size, resize, sequence_length
-from autoremat._scaling import interpolate_steps, same_bytes, same_ops
-from autoremat._ways import Setting, Steps, every_block, largest_that_fits, verified_size
+from autoremat._scaling import interpolate_steps, multiply_steps, same_bytes, same_ops, with_kept_gradients
+from autoremat._sizes import largest_that_fits, verified_size
+from autoremat._ways import Setting, Steps, every_block
 
 MIB = 2**20
 GPU = "rtx3090-24g"
@@ -207,6 +210,15 @@ def test_sizes_are_exact(language_model):
         assert budget < least(planned, samples=4, tokens=longer)
     assert advice.row("best checkpointing").largest_batch > advice.row("plain").largest_batch
 
+    def accumulated(samples, length):
+        tokens = resize(language_model[1], samples=samples, tokens=length)
+        return ar.profile(ar.trace(model, tokens, optimizer="sgd", target="cpu", accumulate=2)).peak_bytes
+
+    row = advice.row("smaller batch, accumulated")
+    assert accumulated(row.largest_batch, 64) <= budget < accumulated(row.largest_batch + 1, 64)
+    micro, longest = row.micro_batch, row.longest_sequence
+    assert accumulated(micro, longest) <= budget < accumulated(micro, longest + 32)
+
 
 @pytest.mark.parametrize("axis", ["samples", "tokens"])
 def test_interpolated_steps_are_those_that_a_trace_would_give(language_model, axis):
@@ -271,6 +283,23 @@ def test_where_a_trace_disagrees_with_interpolation_sizes_are_traced():
         traced = steps.num_traced
         assert steps.exact(Setting(None, samples, 64)) is steps.traced(Setting(None, samples, 64))
         assert steps.num_traced > traced
+
+
+def test_a_step_for_other_samples_and_tokens_is_multiplied(language_model):
+    model, tokens = language_model
+    sizes = ({"samples": 1}, {"tokens": 96}, {}, {"samples": 1, "tokens": 96})
+    by_samples, by_tokens, whole, both = (ar.trace(model, resize(tokens, **{"samples": 4} | size)) for size in sizes)
+    assert same_bytes(multiply_steps(by_samples, by_tokens, whole), both)
+    other = ar.trace(nn.Linear(4, 4), torch.ones(2, 4), loss=square)
+    assert multiply_steps(other, by_tokens, whole) is None
+
+
+def test_a_step_with_kept_gradients_is_a_later_micro_step(language_model):
+    model, tokens = language_model
+    alone, accumulated = (with_kept_gradients(ar.trace(model, tokens)), ar.trace(model, tokens, accumulate=2))
+    for specs in ((), every_block):
+        peaks = [peak_bytes(g, expand(g, specs(g) if specs else ())) for g in (alone, accumulated)]
+        assert peaks[0] == peaks[1]
 
 
 def test_steps_that_run_other_ops_are_not_interpolated():
@@ -349,6 +378,16 @@ def test_advice_is_plain_data_and_reads_well(activation_bound, tmp_path):
     assert advice_lines(advice)[0].startswith("Recommended: checkpoint. The plain step needs")
     with pytest.raises(KeyError):
         advice.row("magic")
+
+
+def test_the_tables_are_for_80_columns(activation_bound):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*advice_tables(activation_bound), sep="\n")
+    text = console.export_text()
+    words = set(text.split())
+    names = [*(row.name for row in activation_bound.rows), *(row.effort for row in activation_bound.rows)]
+    assert {word for name in names for word in name.split()} <= words, "no word is broken"
+    assert f"{len(activation_bound.rows)} mixed" in text
 
 
 def test_the_picture_shows_every_way(activation_bound, tmp_path):

@@ -32,7 +32,8 @@ class AdviceRow(JsonResult):
         numerics: What it does to the numbers, one of `NUMERICS`.
         effort: What there is to do.
         largest_batch: Most samples in a forward that fit in this way, at the sequence length given; 0 if none does.
-        longest_sequence: Most tokens in a sample that fit in this way, at the batch given; 0 if none, None without one.
+        longest_sequence: Most tokens in a sample that fit in this way, at this micro-batch; 0 if none does, None
+            without tokens.
     """
 
     name: str

@@ -32,7 +32,7 @@ def advice_cells(advice: Advice) -> list[tuple[str, ...]]:
             f"{row.micro_batch}" if row.accumulate == 1 else f"{row.micro_batch} x {row.accumulate}",
             format_bytes(row.peak_bytes),
             "yes" if row.fits else "no",
-            format_seconds(row.step_s),
+            _seconds(row.step_s),
             f"{row.samples_per_s:,.0f}" if row.samples_per_s >= 100 else f"{row.samples_per_s:.3g}",
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             row.numerics,
@@ -53,29 +53,71 @@ def cause_cells(advice: Advice) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     return names, cells
 
 
-def advice_table(advice: Advice) -> Table:
-    """The decision table."""
+def advice_tables(advice: Advice) -> tuple[Table, ...]:
+    """The decision table, what each way takes, and its peak by cause; ways have numbers, as in the picture.
+
+    For a terminal of 80 columns.
+    """
+    return _decision_table(advice), _effort_table(advice), _causes_table(advice)
+
+
+def _decision_table(advice: Advice) -> Table:
     where = f"{advice.model}, batch {advice.batch}" + (f" x {advice.tokens} tokens" if advice.tokens else "")
-    title = f"{where}, on {advice.target}, {format_bytes(advice.budget_bytes)}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [i for i, name in enumerate(ADVICE_COLUMNS) if any(cells[i] for cells in advice_cells(advice))]
-    for i in shown:
-        table.add_column(ADVICE_COLUMNS[i], justify="left" if i in {0, 7} else "right", overflow="fold")
-    for cells in advice_cells(advice):
-        table.add_row(*(cells[i] for i in shown), style="" if cells[3] == "yes" else "dim")
+    table = _table(f"{where}, on {advice.target}, {format_bytes(advice.budget_bytes)}", padding=0)
+    rows = [dict(zip(ADVICE_COLUMNS, cells, strict=True)) for cells in advice_cells(advice)]
+    speed = "tokens/s" if advice.tokens else "samples/s"
+    names = ("way", "micro-batch", "peak", "fits", "step", speed, "largest batch", "longest sequence")
+    shown = [name for name in names if any(row[name] for row in rows)]
+    for name in shown:
+        _add_column(table, name, is_text=name == "way")
+    for number, row in enumerate(rows, 1):
+        table.add_row(_number(advice, number), *(row[n] for n in shown), style="" if row["fits"] == "yes" else "dim")
     table.caption = f"Times are predictions, within {format_percent(advice.time_error)}; peaks are allocated bytes."
     return table
 
 
-def advice_causes_table(advice: Advice) -> Table:
-    """Peaks by cause, and what there is to do."""
-    names, rows = cause_cells(advice)
-    table = Table(title="peak by cause", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i in {0, len(names) - 1} else "right", overflow="fold")
-    for cells in rows:
-        table.add_row(*cells)
+def _effort_table(advice: Advice) -> Table:
+    table = _table("what it does to the numbers, and what there is to do")
+    for name in ("numbers", "to do"):
+        _add_column(table, name, is_text=True)
+    for number, row in enumerate(advice.rows, 1):
+        table.add_row(str(number), row.numerics, row.effort)
     return table
+
+
+def _causes_table(advice: Advice) -> Table:
+    names, rows = cause_cells(advice)
+    table = _table("peak by cause")
+    for name in names[1:-1]:
+        _add_column(table, name, is_text=False)
+    for number, cells in enumerate(rows, 1):
+        table.add_row(str(number), *cells[1:-1])
+    return table
+
+
+def _table(title: str, *, padding: int = 1) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, padding, 0, 0),
+    )
+    table.add_column("", justify="right", no_wrap=True)
+    return table
+
+
+def _add_column(table: Table, name: str, *, is_text: bool) -> None:
+    table.add_column(
+        name if is_text else name.replace("-", " ").replace(" ", "\n"),
+        justify="left" if is_text else "right",
+        overflow="fold",
+    )
+
+
+def _number(advice: Advice, number: int) -> str:
+    return str(number) if number <= len(advice.rows) else ""
 
 
 def advice_lines(advice: Advice) -> list[str]:
@@ -92,5 +134,11 @@ def advice_lines(advice: Advice) -> list[str]:
     return lines
 
 
+def _seconds(value: float) -> str:
+    """Three digits: ways are compared."""
+    return format_seconds(value) if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+
+
 def _setting(row: AdviceRow) -> str:
-    return f"planned, {row.precision}" if row.precision else "planned"
+    words = "planned" if row.regions == "planned" else "no checkpointing"
+    return f"{words}, {row.precision}" if row.precision else words

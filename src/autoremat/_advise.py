@@ -6,9 +6,8 @@ priced. Sizes that are promised are traced themselves. What decides it comes fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -16,27 +15,25 @@ from autoremat._advice import NUMERICS, Action, Advice, AdviceRow, Diagnosis, Nu
 from autoremat._cost import relative_error
 from autoremat._diagnose import Facts, diagnose
 from autoremat._errors import UsageError
+from autoremat._expand import expand
+from autoremat._ledger import peak_bytes
 from autoremat._planning import find_target
+from autoremat._scaling import with_kept_gradients
+from autoremat._sizes import Sizes
 from autoremat._step import Batch
-from autoremat._step_graph import StepGraph
 from autoremat._targets import Target
 from autoremat._units import format_bytes, format_percent, parse_bytes
-from autoremat._ways import Build, Progress, Setting, Steps, Way, largest_that_fits, verified_size
+from autoremat._ways import Build, Progress, Regions, Setting, Steps, Way
 
-SEQUENCE_STEP = 32
-"""Sequence lengths are looked for in multiples of this; attention kernels round them up to it."""
-MOST_TOKENS = 1 << 20
 MAX_MICRO_BATCHES = 6
 """How many micro-batches are tried for the fastest setting, the largest that fit first."""
 NUM_POINTS = 24
 """Points of the frontier that is drawn behind the rows."""
 MARGIN = 0.03
 """A way that changes the order of sums must be faster by this share than one that changes nothing."""
-MAX_SEARCHES = 4
-"""How often the largest size is looked for again with tighter regions."""
+_PLAN = "apply a plan: one line"
 _FUSABLE = ("adamw", "adam", "sgd", "sgd-momentum")
 
-Regions = Literal["none", "every block", "planned"]
 _SMALLEST_FIRST: tuple[Regions, ...] = ("planned", "every block", "none")
 
 
@@ -166,7 +163,7 @@ class _Table:
 
     def _recipes(self) -> list[_Recipe]:
         whole, low = self.steps.samples, self.low_precision
-        plan_it, loop = "apply a plan: one line", "a loop over micro-batches, the loss divided by their number"
+        plan_it, loop = _PLAN, "a loop over micro-batches, the loss divided by their number"
         found = [
             _Recipe("plain", self.base, "none", whole, "nothing"),
             _Recipe("smaller batch, accumulated", self.base, "none", None, loop),
@@ -221,7 +218,7 @@ class _Table:
             samples_per_s=per_s,
             tokens_per_s=None if tokens is None else per_s * tokens,
             numerics=self._numerics(recipe.precision, accumulate),
-            effort=recipe.effort,
+            effort=recipe.effort if way.specs else recipe.effort.replace(_PLAN, "no plan needed"),
         )
 
     def _numerics(self, precision: str | None, accumulate: int) -> Numerics:
@@ -232,54 +229,26 @@ class _Table:
         return "same bits"
 
     def _with_sizes(self, row: AdviceRow) -> AdviceRow:
-        if row.accumulate > 1:  # its micro-batch is what fits; the row without accumulation says what the largest is
+        """The row with the largest batch of one forward, and the longest sequence at its micro-batch."""
+        precision, accumulates = row.precision or None, row.accumulate > 1
+        spare = 0
+        if precision == "amp-fp16" and self.low_precision == "amp-bf16":  # its tensors have the sizes of bf16's
+            own, other = (self._setting(self.steps.samples, name) for name in ("amp-fp16", "amp-bf16"))
+            spare = max(0, self.way(own, row.regions).least_bytes - self.way(other, row.regions).least_bytes)
+            precision = "amp-bf16"
+        if accumulates and not self._is_as_kept(row):
             return row
-        if row.precision == "amp-fp16" and self.low_precision == "amp-bf16":  # tensors of the sizes of bf16's
-            return row
-        precision, regions = row.precision or None, row.regions
-        samples, tokens = self.steps.samples, self.steps.tokens
+        batch = self._setting(self.steps.samples, precision)
+        micro = self._setting(row.micro_batch, precision)
+        sizes = Sizes(self.steps, self.target, self.budget_bytes - spare, self.way, keeps_gradients=accumulates)
+        longest = None if self.steps.tokens is None else sizes.largest(micro, row.regions, "tokens")
+        return replace(row, largest_batch=sizes.largest(batch, row.regions, "samples"), longest_sequence=longest)
 
-        def setting(count: int, length: int | None) -> Setting:
-            return Setting(precision, count, length)
-
-        start = max(1, round(samples * self.budget_bytes / max(1, row.peak_bytes)))
-        batch = self._size(lambda n: setting(n, tokens), regions, samples, start=start, step=1, most=1 << 20)
-        sequence = None
-        if tokens is not None:
-            step = min(SEQUENCE_STEP, tokens)
-            sequence = self._size(
-                lambda n: setting(samples, n), regions, tokens, start=tokens, step=step, most=MOST_TOKENS
-            )
-        return replace(row, largest_batch=batch, longest_sequence=sequence)
-
-    def _size(
-        self, at: Callable[[int], Setting], regions: Regions, given: int, *, start: int, step: int, most: int
-    ) -> int:
-        """The largest size that fits, planned on the step as traced at that size.
-
-        Planning takes longest: sizes are tried with the tightest regions of one, and only the size above the one that
-        is found so is planned.
-        """
-        budget, found = self.budget_bytes, 0
-        tightest = self.way(at(given), regions)
-        for _ in range(MAX_SEARCHES):
-
-            def least(graph: StepGraph, like: Way = tightest) -> int:
-                return Way(graph, self.target, regions, budget).least_bytes_like(like)
-
-            likely = largest_that_fits(
-                lambda n: least(self.steps.step(at(n))), budget, start=start, step=step, most=most
-            )
-            checked = verified_size(lambda n: least(self.steps.exact(at(n))), likely, budget, step=step)
-            if checked <= found:
-                break
-            found = start = checked
-            if regions != "planned" or checked < likely:  # above it the traced step does not fit, or does not run
-                break
-            tightest = Way(self.steps.step(at(found + step)), self.target, regions, budget)
-            if tightest.least_bytes > budget:
-                break
-        return found
+    def _is_as_kept(self, row: AdviceRow) -> bool:
+        """Whether an accumulated step peaks as the step alone does with gradients that are there before it."""
+        setting = self._setting(row.micro_batch, row.precision)
+        kept = with_kept_gradients(self.steps.step(setting))
+        return peak_bytes(kept, expand(kept)) == self.way(replace(setting, accumulates=True), "none").least_bytes
 
     def _fastest(self, effective: int) -> AdviceRow | None:
         """The fastest way to an effective batch, over micro-batches, precisions and plans."""
@@ -290,9 +259,10 @@ class _Table:
             for micro in sorted((d for d in range(1, effective + 1) if effective % d == 0), reverse=True):
                 if not self._can_fit(micro, recipe, accumulates=micro < effective):
                     continue
-                found.append(self._worked_out(recipe, micro, effective // micro))
-                tried += 1
                 plain = self.way(self._setting(micro, precision, accumulates=micro < effective), "planned").specs == ()
+                chosen = replace(recipe, regions="none" if plain else "planned")
+                found.append(self._worked_out(chosen, micro, effective // micro))
+                tried += 1
                 if plain or tried == MAX_MICRO_BATCHES:  # where nothing is recomputed, smaller only means more launches
                     break
         return min((row for row in found if row.fits), key=lambda row: row.step_s, default=None)

@@ -351,8 +351,7 @@ def advise(
         show(found.to_json(), json=True)
         return
     console = Console()
-    console.print(_advice_tables.advice_table(found))
-    console.print(_advice_tables.advice_causes_table(found))
+    console.print(*_advice_tables.advice_tables(found), sep="\n")
     for line in _advice_tables.advice_lines(found):
         console.print(line + "\n")
 

@@ -11,14 +11,14 @@ ICLR 2022; bitsandbytes); LoRA trains two thin factors for each weight matrix (H
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoremat._advice import Diagnosis, Remedy
 from autoremat._api import distribute
 from autoremat._cost import launch_bound_share
 from autoremat._errors import AutorematError
 from autoremat._expand import expand
-from autoremat._ledger import price
+from autoremat._ledger import alive_at, moments, price
 from autoremat._results import MemoryProfile
 from autoremat._sharding import Sharding
 from autoremat._step_graph import StepGraph
@@ -28,7 +28,9 @@ from autoremat._ways import Way
 STATES_SHARE = 0.6
 """Parameters, gradients and optimizer state are what matters from this share of the smallest peak on."""
 LOSS_SHARE = 0.3
-"""So are logits and their relatives."""
+"""So are logits and their relatives, where they are that much of the highest moment at which the loss runs."""
+LOSS_HEIGHT = 0.97
+"""And that moment is about as high as the smallest peak: what plans store for nothing rises up to it."""
 SHALLOW_SHARE = 0.1
 """Checkpointing that saves less than this share of the peak is not worth its time."""
 LAUNCH_SHARE = 0.3
@@ -126,19 +128,24 @@ def _loss(facts: Facts) -> Diagnosis | None:
     elements = max((_logit_elements(graph, index) for index in range(len(graph.ops))), default=0)
     if not elements:
         return None
-    found = _smallest(facts.planned)
-    sizes = {elements * width for width in (2, 4)}
-    held = sum(i.num_bytes for i in found.alive_at_peak if i.num_bytes // max(1, i.num_storages) in sizes)
-    share = held / found.peak_bytes
-    if share < LOSS_SHARE:
+    logits = {s.index for s in graph.storages if s.num_bytes in (2 * elements, 4 * elements)}
+    schedule = expand(graph, facts.planned.least_specs)
+    points = moments(graph, schedule)
+    peak = max(point for point, _ in points)
+    around = [(p, i) for i, (p, event) in enumerate(points) if logits & {*graph.ops[event.op].outputs}]
+    highest, moment = max(around)
+    held = sum(n * graph.storages[s].num_bytes for s, n in alive_at(graph, schedule, moment).items() if s in logits)
+    share = held / highest
+    if share < LOSS_SHARE or highest < LOSS_HEIGHT * peak:
         return None
     text = (
         f"Logits and what the loss makes of them are {format_bytes(held)}, {format_percent(share)} of the smallest "
-        f"peak of this batch ({format_bytes(found.peak_bytes)}). No block of the model holds them: compute the loss in "
+        f"peak of this batch ({format_bytes(peak)}). No block of the model holds them: compute the loss in "
         "chunks of tokens, or with a fused linear cross-entropy."
     )
-    chunked = found.peak_bytes - held * (LOSS_CHUNKS - 1) // LOSS_CHUNKS
-    return Diagnosis("loss", text, share, (_remedy(f"loss in {LOSS_CHUNKS} chunks", chunked, facts),))
+    parts = (replace(s, num_bytes=s.num_bytes // LOSS_CHUNKS) if s.index in logits else s for s in graph.storages)
+    chunked = Way(replace(graph, storages=tuple(parts)), facts.planned.target, "planned", facts.budget_bytes)
+    return Diagnosis("loss", text, share, (_remedy(f"loss in {LOSS_CHUNKS} chunks", chunked.least_bytes, facts),))
 
 
 def _logit_elements(graph: StepGraph, index: int) -> int:

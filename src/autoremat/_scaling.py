@@ -15,7 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 
-from autoremat._step_graph import Op, StepGraph, Storage
+from autoremat._step_graph import BEFORE_STEP, Op, StepGraph, Storage
 
 
 class Interpolation:
@@ -78,6 +78,39 @@ def interpolate_steps(steps: Sequence[tuple[int, StepGraph]]) -> Interpolation |
     return Interpolation(steps) if all(same_ops(first, graph) for _, graph in steps[1:]) else None
 
 
+def multiply_steps(by_samples: StepGraph, by_tokens: StepGraph, whole: StepGraph) -> StepGraph | None:
+    """The step with other samples and tokens, from the steps in which one of them is another; None if ops differ.
+
+    Right for numbers that are proportional to the samples, and for those that do not depend on them; nearly for others.
+    """
+    if not (same_ops(whole, by_samples) and same_ops(whole, by_tokens)):
+        return None
+
+    def mix(values: Sequence[int]) -> int:
+        samples, tokens, both = values
+        return tokens if samples == both or not both else round(Fraction(tokens * samples, both))
+
+    graphs = (by_samples, by_tokens, whole)
+    ops = tuple(_mixed_op(same, mix) for same in zip(*(graph.ops for graph in graphs), strict=True))
+    storages = tuple(_mixed_storage(same, mix) for same in zip(*(graph.storages for graph in graphs), strict=True))
+    return replace(
+        whole, ops=ops, storages=storages, hidden_bytes=mix([graph.hidden_bytes for graph in graphs]), measured_s=()
+    )
+
+
+def with_kept_gradients(graph: StepGraph) -> StepGraph:
+    """A step that finds gradients and adds to them, from one that makes them: what each micro-step but the first is.
+
+    Regions of one are regions of the other.
+    """
+    storages, kept = list(graph.storages), list[Storage]()
+    for storage in graph.storages:
+        if storage.cause == "gradient" and storage.born != BEFORE_STEP:
+            kept.append(replace(storage, index=len(storages) + len(kept), born=BEFORE_STEP))
+            storages[storage.index] = replace(storage, cause="temporary", last_ref=storage.born)
+    return replace(graph, storages=(*storages, *kept))
+
+
 def same_ops(one: StepGraph, other: StepGraph) -> bool:
     """Whether two steps differ in sizes only, so that what names ops of one names those of the other."""
     return one is other or _structure(one) == _structure(other)
@@ -120,8 +153,12 @@ def _weights(sizes: Sequence[int], size: int) -> tuple[list[int], int]:
 
 
 def _mixed_op(same: Sequence[Op], mix: Callable[[Sequence[int]], int]) -> Op:
+    first = same[0]
+    numbers = (first.flops, first.moved_bytes, first.workspace_bytes, first.shape)
+    if all((op.flops, op.moved_bytes, op.workspace_bytes, op.shape) == numbers for op in same[1:]):
+        return first
     return replace(
-        same[0],
+        first,
         flops=mix([op.flops for op in same]),
         moved_bytes=mix([op.moved_bytes for op in same]),
         workspace_bytes=mix([op.workspace_bytes for op in same]),
@@ -130,4 +167,5 @@ def _mixed_op(same: Sequence[Op], mix: Callable[[Sequence[int]], int]) -> Op:
 
 
 def _mixed_storage(same: Sequence[Storage], mix: Callable[[Sequence[int]], int]) -> Storage:
-    return replace(same[0], num_bytes=mix([storage.num_bytes for storage in same]))
+    sizes = [storage.num_bytes for storage in same]
+    return same[0] if min(sizes) == max(sizes) else replace(same[0], num_bytes=mix(sizes))

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 
 from autoremat._advice import Advice
-from autoremat._advice_tables import advice_causes_table, advice_lines, advice_table
+from autoremat._advice_tables import advice_lines, advice_tables
 from autoremat._calibration import Calibration
 from autoremat._frontier import Frontier
 from autoremat._layer_map import LayerMap
@@ -39,7 +39,7 @@ def _frontier(curve: Frontier) -> list[Any]:
 
 
 def _advice(advice: Advice) -> list[Any]:
-    return [advice_table(advice), advice_causes_table(advice), *advice_lines(advice)]
+    return [*advice_tables(advice), *advice_lines(advice)]
 
 
 def _reasons(found: Reasons) -> list[Any]:

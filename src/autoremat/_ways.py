@@ -1,7 +1,6 @@
 """Steps of one model at any batch size, sequence length and precision, and what each way to run them takes.
 
-Few steps are traced; the others are interpolated between them (`_scaling`), and a size that is promised is traced
-itself.
+Few steps are traced; the others are interpolated between them (`_scaling`), where traces agree with that.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from torch import nn
 
 from autoremat._api import trace
 from autoremat._cost import RegionCost, step_seconds
-from autoremat._errors import AutorematError
 from autoremat._expand import expand
 from autoremat._ledger import peak_bytes, price
 from autoremat._planning import Planning
 from autoremat._replay import RegionSpec, obstacle
 from autoremat._resize import batch_size, resize, sequence_length
 from autoremat._results import MemoryProfile
-from autoremat._scaling import Interpolation, interpolate_steps, same_bytes, same_ops
+from autoremat._scaling import Interpolation, interpolate_steps, multiply_steps, same_bytes, same_ops
 from autoremat._schedule import Action
 from autoremat._sharding import repeated_blocks
 from autoremat._step import Batch
@@ -32,6 +30,7 @@ from autoremat._targets import Target
 Build = Callable[[int, int | None], tuple[nn.Module, Batch]]
 Progress = Callable[[str, float], None]
 Axis = Literal["samples", "tokens"]
+Regions = Literal["none", "every block", "planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,10 @@ class Setting:
     samples: int
     tokens: int | None
     accumulates: bool = False
+
+    def resized(self, axis: Axis, size: int) -> Setting:
+        """The same at another size."""
+        return replace(self, samples=size) if axis == "samples" else replace(self, tokens=size)
 
 
 class Steps:
@@ -121,21 +124,22 @@ class Steps:
             return self._accumulated(setting)
         if setting.tokens == self.tokens:
             scaled = self._by(setting, "samples")
-            if scaled is not None:
-                return scaled(setting.samples)
-        elif setting.samples == self.samples:
+            return self.traced(setting) if scaled is None else scaled(setting.samples)
+        if setting.samples == self.samples:
             scaled = self._by(setting, "tokens")
-            if scaled is not None:
-                return scaled(setting.tokens or 0)
-        return self.traced(setting)
+            return self.traced(setting) if scaled is None else scaled(setting.tokens or 0)
+        whole = replace(setting, samples=self.samples, tokens=self.tokens)
+        corners = [replace(whole, samples=setting.samples), replace(whole, tokens=setting.tokens), whole]
+        made = multiply_steps(*map(self.step, corners))
+        return self.traced(setting) if made is None else made
 
     def exact(self, setting: Setting) -> StepGraph:
         """The step with the bytes that a trace at its size has.
 
         Interpolation does between sizes at which a trace agreed with it to the byte; elsewhere the step is traced.
         """
-        axis: Axis = "samples" if setting.samples != self.samples else "tokens"
-        line, size = _line(setting, axis), getattr(setting, axis) or 0
+        axis: Axis = "samples" if setting.tokens == self.tokens else "tokens"
+        line, size = setting.resized(axis, 0), getattr(setting, axis) or 0
         if size in self._agreed.get(line, ()):
             return self.step(setting)
         made, traced = self.step(setting), self.traced(setting)
@@ -146,14 +150,13 @@ class Steps:
     def _settle(self, setting: Setting, axis: Axis, made: StepGraph, traced: StepGraph) -> None:
         """Note down for which sizes interpolation does, now that one is traced that was made by it."""
         key, size = (setting.precision, setting.accumulates, axis), getattr(setting, axis)
-        scaled = self._scaled[key]
-        if scaled is not None and not same_bytes(made, traced):
-            is_built = axis == "tokens" and self._build is not None
-            scaled = scaled.extended(size, traced) if is_built else None
-        if scaled is not None:
-            self._scaled[key] = scaled
-            sizes = (size, *scaled.sizes)
-            self._agreed[_line(setting, axis)] = range(min(sizes), max(sizes) + 1)
+        scaled, agrees = self._scaled.get(key), same_bytes(made, traced)
+        is_built = axis == "tokens" and self._build is not None and setting.samples == self.samples
+        if is_built and not agrees and scaled is not None and (wider := scaled.extended(size, traced)):
+            self._scaled[key], agrees = wider, True
+        if agrees:
+            sizes = (size, *self._nodes(axis))
+            self._agreed[setting.resized(axis, 0)] = range(min(sizes), max(sizes) + 1)
 
     def _accumulated(self, setting: Setting) -> StepGraph:
         key = (setting.precision, True, f"samples of {setting.tokens}")
@@ -187,11 +190,6 @@ class Steps:
         return interpolate_steps(steps)
 
 
-def _line(setting: Setting, axis: Axis) -> Setting:
-    """What all sizes along an axis have in common."""
-    return replace(setting, samples=0) if axis == "samples" else replace(setting, tokens=0)
-
-
 class Way:
     """One step with one choice of regions, for a budget: what it takes.
 
@@ -202,7 +200,7 @@ class Way:
         budget_bytes: Memory for the whole step.
     """
 
-    def __init__(self, graph: StepGraph, target: Target, regions: str, budget_bytes: int) -> None:
+    def __init__(self, graph: StepGraph, target: Target, regions: Regions, budget_bytes: int) -> None:
         self.graph, self.target, self.regions, self.budget_bytes = graph, target, regions, budget_bytes
 
     @cached_property
@@ -240,14 +238,10 @@ class Way:
             return self.planning.planner.smallest_bytes
         return peak_bytes(self.graph, expand(self.graph, self.specs))
 
-    def least_bytes_like(self, other: Way) -> int:
-        """The smallest peak; for planned regions, the peak with the tightest regions of the same step at another size.
-
-        No less than `least_bytes`, and much quicker.
-        """
-        if self.regions != "planned" or not same_ops(self.graph, other.graph):
-            return self.least_bytes
-        return peak_bytes(self.graph, expand(self.graph, other.least_specs))
+    def least_specs_like(self, other: Way) -> tuple[RegionSpec, ...]:
+        """Regions of a small peak; for planned ones, the tightest of the same step at another size: much quicker."""
+        is_alike = self.regions == "planned" and same_ops(self.graph, other.graph)
+        return other.least_specs if is_alike else self.least_specs
 
     @cached_property
     def least_specs(self) -> tuple[RegionSpec, ...]:
@@ -289,73 +283,3 @@ def every_block(graph: StepGraph) -> tuple[RegionSpec, ...]:
     paths = set(repeated_blocks(graph))
     calls = [call.index for call in graph.calls if call.path in paths and obstacle(graph, call.index) is None]
     return tuple(RegionSpec(call) for call in calls)
-
-
-def largest_that_fits(
-    least_bytes: Callable[[int], int], budget_bytes: int, *, start: int, step: int = 1, most: int = 1 << 20
-) -> int:
-    """The largest size, in steps, whose least peak is within a budget; 0 if none is.
-
-    Secants first, since peaks are close to affine in size; a bracket in any case.
-
-    Args:
-        least_bytes: Smallest peak at a size; grows with it.
-        budget_bytes: The budget.
-        start: A size to begin with.
-        step: Sizes are multiples of it.
-        most: Largest size to look at.
-    """
-    known: dict[int, int] = {}
-
-    def over(count: int) -> int:
-        if count not in known:
-            known[count] = least_bytes(count * step) - budget_bytes
-        return known[count]
-
-    low, high = 0, most // step + 1
-    guess = max(1, start // step)
-    while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
-        excess = over(guess)
-        low, high = (guess, high) if excess <= 0 else (low, guess)
-        guess = _secant(known, guess) if len(known) > 1 else guess * 2 if excess <= 0 else guess // 2
-        if len(known) > 24:  # not affine at all: halve
-            guess = (low + high) // 2
-    return low * step
-
-
-def _secant(known: dict[int, int], latest: int) -> int:
-    """Where a line through the two known sizes nearest to the budget meets it, rounded down."""
-    (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1]))[:2]
-    if at_a == at_b:
-        return latest * 2
-    crossing = a - at_a * (b - a) / (at_b - at_a)
-    nearest = int(crossing)
-    return nearest + 1 if nearest in known and known[nearest] <= 0 else nearest
-
-
-def verified_size(
-    traced_least: Callable[[int], int], found: int, budget_bytes: int, *, step: int = 1, tries: int = 4
-) -> int:
-    """A size found on interpolated steps, lowered until the step itself, traced there, fits; 0 if none does.
-
-    Args:
-        traced_least: Smallest peak of the traced step at a size.
-        found: What was found.
-        budget_bytes: The budget.
-        step: What it is lowered by.
-        tries: How often.
-    """
-    size = found
-    for _ in range(tries):
-        if size <= 0:
-            return 0
-        try:
-            if traced_least(size) <= budget_bytes:
-                return size
-        except AutorematError:  # the model does not run at that size: a position table that ends before it, say
-            size //= 2
-            size -= size % step
-            continue
-        size -= step
-    return 0
