@@ -84,20 +84,27 @@ def difference(found, expected):
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("make", [gpt2, bert])
-def test_a_compiled_step_has_the_gradients_of_an_eager_one(make):
+BOTH_PLANS = ("save:matmuls", "every-block")
+
+
+# Each compilation takes seconds: benchmarks/compiled.py has the other combinations.
+@pytest.mark.parametrize(
+    ("make", "backend", "plans"),
+    [(gpt2, "whole ops", BOTH_PLANS[:1]), (bert, "whole ops", BOTH_PLANS), (bert, "decomposed", BOTH_PLANS[:1])],
+)
+def test_a_compiled_step_has_the_gradients_of_an_eager_one(make, backend, plans):
     graph = ar.trace(build(make), BATCH, optimizer=None)
     expected, _ = run(make)
-    for backend in (whole_ops(), "aot_eager_decomp_partition"):
-        plain, plain_peak = run(make, backend=backend)
-        tolerance = COMPILER_TOLERANCE * max(difference(plain, expected), torch.finfo().eps)
-        names = ("every-block",) if backend == "aot_eager_decomp_partition" else ("save:matmuls", "every-block")
-        for name in names:
-            plan = ar.classic(graph, name)
-            gradients, eager_peak = run(make, plan)
-            assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-            gradients, peak = run(make, plan, backend)
-            assert difference(gradients, expected) <= tolerance
-            if backend != "aot_eager_decomp_partition":
-                assert peak < plain_peak
-                assert peak <= eager_peak * (1 + PEAK_TOLERANCE)
+    keeps_ops = backend == "whole ops"
+    backend = whole_ops() if keeps_ops else "aot_eager_decomp_partition"
+    plain, plain_peak = run(make, backend=backend)
+    tolerance = COMPILER_TOLERANCE * max(difference(plain, expected), torch.finfo().eps)
+    for name in plans:
+        plan = ar.classic(graph, name)
+        gradients, eager_peak = run(make, plan)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+        gradients, peak = run(make, plan, backend)
+        assert difference(gradients, expected) <= tolerance
+        if keeps_ops:
+            assert peak < plain_peak
+            assert peak <= eager_peak * (1 + PEAK_TOLERANCE)
