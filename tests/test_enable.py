@@ -249,6 +249,16 @@ def test_a_plan_that_larger_steps_would_break_is_made_for_the_step_alone():
     assert [p.observed.sizes[0] for p in ar.enabled(model)._prepared] == [30, 40]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_where_the_plain_step_fits_the_planner_is_not_asked(monkeypatch, background):
+    monkeypatch.setattr("autoremat._planning.Planner", None)
+    model = enable(build(), "1GiB", optimizer=None, background=background)
+    model(torch.randn(ROWS, WIDTH))
+    plan = ar.enabled(model).plan
+    assert (plan.regions, plan.bound, plan.overhead_flops) == ((), 0.0, 0.0)
+    assert plan.planned.peak_bytes <= plan.budget_bytes
+
+
 def test_planning_in_the_background_never_leaves_the_budget(plain):
     other, losses, plain_peak = plain
     budget = tightest(plain_peak, 0.8)

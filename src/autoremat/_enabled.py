@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import warnings
@@ -125,9 +126,9 @@ class Enabled:
             Whether there is a tighter plan.
         """
         plan = self.plan
-        if plan is None or plan.planned is None or self._budget_bytes is None:
+        if plan is None or plan.planned is None or self._budget_bytes is None or self._current is None:
             return False
-        smallest = plan.smallest_bytes or 0
+        smallest = self._current.smallest_bytes
         outside = self._budget_bytes - (plan.budget_bytes or self._budget_bytes)
         target = int(TIGHTEN * min(plan.planned.peak_bytes, self._budget_bytes - outside))
         target = max(target, smallest)
@@ -143,7 +144,10 @@ class Enabled:
 
     def explain_out_of_memory(self) -> str:
         """What was alive, by cause, and what to do about it."""
-        return explain_out_of_memory(self._model, self.plan, self._held())
+        plan = self.plan
+        if plan is not None and self._current is not None:
+            plan = dataclasses.replace(plan, smallest_bytes=self._current.smallest_bytes)
+        return explain_out_of_memory(self._model, plan, self._held())
 
     def __repr__(self) -> str:
         budget = "auto" if self._budget_bytes is None else format_bytes(self._budget_bytes)
@@ -270,7 +274,8 @@ class Enabled:
                 "dimension of its output in its place. Give autoremat.enable(..., loss=), a function of the output, to "
                 "count yours."
             )
-        if not self._background or self._pending is not None or not self._bridge(prepared, batch):
+        in_background = self._background and self._pending is None and not prepared.plain_fits(self._within(batch))
+        if not in_background or not self._bridge(prepared, batch):
             self._finish(prepared, batch)
         self._prepared.append(prepared)
         return prepared

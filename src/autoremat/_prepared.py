@@ -128,7 +128,18 @@ class Prepared:
         self._loss.forget()
         self.use(made)
 
+    def plain_fits(self, budget_bytes: int) -> bool:
+        """Whether nothing has to be recomputed: then the planner has nothing to do, and its setup is the work."""
+        return self._options.budget_is == "allocated" and self._priced(lambda: Plan(()), budget_bytes) is not None
+
+    @property
+    def smallest_bytes(self) -> int:
+        """Smallest budget that a plan can meet, bytes; takes the planner's setup if there was no need for it yet."""
+        return self.planning.planner.smallest_bytes
+
     def _make(self, batch: Batch, budget_bytes: int) -> Plan:
+        if self.plain_fits(budget_bytes):
+            return self.planning.make_plan((), budget_bytes, 0.0)
         options, model = self._options, self._model
         if not options.dry_run or options.budget_is == "reserved" or self._step.get("parallel") is not None:
             return self._solve(budget_bytes)
