@@ -61,15 +61,25 @@ def describe_all(graph: StepGraph, specs: Iterable[RegionSpec]) -> tuple[Region,
     """Write the regions of a whole step; calls that are treated alike in every forward lose their numbers."""
     totals = Counter(call.path for call in graph.calls if call.micro_step == 0)
     first = [describe(graph, spec) for spec in specs if graph.calls[spec.call].micro_step == 0]
-    groups: dict[Region, list[Region]] = defaultdict(list)
-    for region in first:
-        groups[_unnumbered(region)].append(region)
+    alike: dict[Region, set[CallName]] = defaultdict(set)
+    for region in (inner for outer in first for inner in _with_children(outer)):
+        alike[_unnumbered(region)].update(region.calls)
     found: dict[Region, None] = {}
     for region in first:
         common = _unnumbered(region)
-        is_every_call = all(len(groups[common]) == totals[path] for path in _paths(common))
+        is_every_call = all(
+            sum(call.path == path for call in alike[part]) == totals[path]
+            for part in _with_children(common)
+            for path in _paths(part)
+        )
         found[common if is_every_call and not _calls_twice(common) else region] = None
     return tuple(found)
+
+
+def _with_children(region: Region) -> Iterator[Region]:
+    yield region
+    for child in region.children:
+        yield from _with_children(child)
 
 
 def _unnumbered(region: Region) -> Region:

@@ -332,3 +332,34 @@ def test_regions_that_do_not_nest_are_refused(regions, message):
     with pytest.raises(PlanError, match=message):
         apply(model, Plan(regions))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class _Shared(nn.Module):
+    """Two layers with one activation for both, as in ResNets."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(16, 32), nn.Linear(32, 16), nn.Tanh()
+
+    def forward(self, x):
+        return self.act(self.down(self.act(self.up(x))))
+
+
+class _TwoShared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = _Shared(), _Shared()
+
+    def forward(self, x):
+        return self.b(self.a(x)).sum()
+
+
+def test_a_region_inside_a_nest_keeps_the_number_of_a_module_that_is_called_again_there():
+    graph = ar.trace(_TwoShared(), BATCH, optimizer=None)
+    index = {(call.path, call.number): call.index for call in graph.calls}
+    child = RegionSpec(index["a.up", 0], then=(index["a.act", 0],))
+    spec = RegionSpec(index["a", 0], then=(index["b", 0],), children=(child,), is_whole=True)
+    (region,) = describe_all(graph, [spec])
+    assert [call.number for call in region.children[0].calls] == [0, 0]
+    assert [found.children[0].calls for found in resolve(graph, Plan((region,)))] == [child.calls]
+    assert_equal_to_plain(_TwoShared(), BATCH, Plan((region,)))
