@@ -50,8 +50,8 @@ GENERAL_LEVELS = 4
 GENERAL_GAP, GENERAL_GAIN = 0.01, 0.005
 """Gap above which it is asked, and what it has to gain, as shares of the cost of the step."""
 
-MAX_REFINEMENTS, MAX_REFINED_OPS = 16, 3000
-"""How many plans next to one with nests are tried in a cell of those levels, and in steps of at most how many ops."""
+MAX_REFINEMENTS, MAX_REFINED_OPS = 16, 500
+"""How many plans next to one with nests are tried, and in steps of at most how many ops: a GPT-2 gained nothing."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
 
