@@ -82,6 +82,12 @@ def test_optimizer_bound_states_are_to_shrink():
     assert peaks == sorted(peaks, reverse=True)
     names = " ".join(remedy.name for remedy in found.remedies)
     assert all(word in names for word in ("8-bit", "fused", "LoRA"))
+    left = {remedy.name.split(",")[0]: remedy.peak_bytes for remedy in found.remedies}
+    weights = sum(p.nbytes for p in model.parameters())
+    hidden = ar.trace(model, torch.ones(1, 512), loss=square, target=GPU).hidden_bytes
+    temporaries = weights  # of an optimizer that is not fused
+    assert left["8-bit optimizer state"] - hidden == pytest.approx(2.5 * weights + temporaries, rel=0.02)
+    assert weights < left["LoRA"] - hidden < 1.5 * weights
     assert all(remedy.name in advice.reason for remedy in found.remedies if remedy.fits)
     assert advice.diagnosis("shallow") is None, "what dominates explains it"
 

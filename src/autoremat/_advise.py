@@ -32,6 +32,7 @@ NUM_POINTS = 24
 MARGIN = 0.03
 """A way that changes the order of sums must be faster by this share than one that changes nothing."""
 _PLAN = "apply a plan: one line"
+_NO_PLAN = {True: "no plan needed", False: "no plan helps"}
 _FUSABLE = ("adamw", "adam", "sgd", "sgd-momentum")
 
 _SMALLEST_FIRST: tuple[Regions, ...] = ("planned", "every block", "none")
@@ -205,6 +206,7 @@ class _Table:
         seconds = way.seconds(accumulate)
         tokens = self.steps.tokens
         per_s = micro * accumulate / seconds
+        fits = way.profile.peak_bytes <= self.budget_bytes
         return AdviceRow(
             name=recipe.name,
             precision=recipe.precision or "",
@@ -213,12 +215,12 @@ class _Table:
             regions=recipe.regions,
             peak_bytes=way.profile.peak_bytes,
             peak_by_cause=dict(way.profile.peak_by_cause),
-            fits=way.profile.peak_bytes <= self.budget_bytes,
+            fits=fits,
             step_s=seconds,
             samples_per_s=per_s,
             tokens_per_s=None if tokens is None else per_s * tokens,
             numerics=self._numerics(recipe.precision, accumulate),
-            effort=recipe.effort if way.specs else recipe.effort.replace(_PLAN, "no plan needed"),
+            effort=recipe.effort if way.specs else recipe.effort.replace(_PLAN, _NO_PLAN[fits]),
         )
 
     def _numerics(self, precision: str | None, accumulate: int) -> Numerics:

@@ -1,8 +1,8 @@
 """What decides whether checkpointing helps a step, with numbers: states, loss, depth, room, launches.
 
 Each rule looks at bytes that are alive at a predicted peak, or at predicted times. What would help instead is worked
-out on the step itself where that can be (sharding, a fused optimizer), else it is arithmetic on its bytes, marked as
-an estimate.
+out on the step itself where that can be (sharding, a fused optimizer), else on the step with storages of other sizes,
+marked as an estimate.
 
 Sources of the estimates: 8-bit states keep one byte for each and one float32 for each block of 256 (Dettmers et al.,
 ICLR 2022; bitsandbytes); LoRA trains two thin factors for each weight matrix (Hu et al., ICLR 2022).
@@ -21,7 +21,7 @@ from autoremat._expand import expand
 from autoremat._ledger import alive_at, moments, price
 from autoremat._results import MemoryProfile
 from autoremat._sharding import Sharding
-from autoremat._step_graph import StepGraph
+from autoremat._step_graph import StepGraph, Storage
 from autoremat._units import format_bytes, format_percent
 from autoremat._ways import Way
 
@@ -92,9 +92,7 @@ def _states(facts: Facts) -> Diagnosis | None:
 
 
 def _lighter_states(facts: Facts, tightest: Way) -> tuple[Remedy, ...]:
-    found = _smallest(tightest)
-    graph, peak = tightest.graph, found.peak_bytes
-    optimizer, gradient = (found.peak_by_cause.get(cause, 0) for cause in ("optimizer_state", "gradient"))
+    graph, peak = tightest.graph, tightest.least_bytes
     remedies = []
     for devices in _DEVICES:
         try:
@@ -103,20 +101,26 @@ def _lighter_states(facts: Facts, tightest: Way) -> tuple[Remedy, ...]:
         except AutorematError:  # a step that cannot be sharded (spread over devices already, say)
             break
         remedies.append(_remedy(f"shard everything over {devices} devices", least, facts, is_estimate=False))
-    if optimizer:
-        remedies.append(_remedy("8-bit optimizer state", peak - round(optimizer * (1 - _EIGHT_BIT)), facts))
+    if any(s.cause == "optimizer_state" for s in graph.storages):
+        eight_bit = _shrunk(facts, tightest, lambda s: _EIGHT_BIT if s.cause == "optimizer_state" else 1)
+        remedies.append(_remedy("8-bit optimizer state", eight_bit, facts))
     fused = facts.fused()
     if fused is not None and fused.least_bytes < peak:
         remedies.append(_remedy("fused optimizer", fused.least_bytes, facts, is_estimate=False))
     adapters = sum(4 * LORA_RANK * sum(s.shape) for s in graph.storages if s.cause == "parameter" and len(s.shape) == 2)
-    trained = sum(s.num_bytes for s in graph.storages if s.cause == "parameter")
-    if adapters and adapters < trained:
-        of_states = gradient + optimizer
-        if found.peak_at.startswith("optimizer"):
-            of_states += found.peak_by_cause["temporary"] - graph.hidden_bytes
-        left = adapters + round(of_states * adapters / trained)
-        remedies.append(_remedy(f"LoRA, rank {LORA_RANK}, on every matrix", peak - of_states + left, facts))
+    weights = sum(s.num_bytes for s in graph.storages if s.cause == "parameter")
+    if 0 < adapters < weights:
+        trained = {s.index for s in graph.storages if s.cause in ("gradient", "optimizer_state")}
+        trained |= {s.index for s in graph.storages if s.born >= 0 and graph.ops[s.born].phase == "optimizer"}
+        lora = _shrunk(facts, tightest, lambda s: adapters / weights if s.index in trained else 1)
+        remedies.append(_remedy(f"LoRA, rank {LORA_RANK}, on every matrix", lora + adapters, facts))
     return tuple(remedies)
+
+
+def _shrunk(facts: Facts, way: Way, factor: Callable[[Storage], float]) -> int:
+    """The smallest peak of a step in which storages have other sizes."""
+    storages = tuple(replace(s, num_bytes=round(factor(s) * s.num_bytes)) for s in way.graph.storages)
+    return Way(replace(way.graph, storages=storages), way.target, "planned", facts.budget_bytes).least_bytes
 
 
 def _remedy(name: str, peak: int, facts: Facts, *, is_estimate: bool = True) -> Remedy:
@@ -143,9 +147,8 @@ def _loss(facts: Facts) -> Diagnosis | None:
         f"peak of this batch ({format_bytes(peak)}). No block of the model holds them: compute the loss in "
         "chunks of tokens, or with a fused linear cross-entropy."
     )
-    parts = (replace(s, num_bytes=s.num_bytes // LOSS_CHUNKS) if s.index in logits else s for s in graph.storages)
-    chunked = Way(replace(graph, storages=tuple(parts)), facts.planned.target, "planned", facts.budget_bytes)
-    return Diagnosis("loss", text, share, (_remedy(f"loss in {LOSS_CHUNKS} chunks", chunked.least_bytes, facts),))
+    chunked = _shrunk(facts, facts.planned, lambda s: 1 / LOSS_CHUNKS if s.index in logits else 1)
+    return Diagnosis("loss", text, share, (_remedy(f"loss in {LOSS_CHUNKS} chunks", chunked, facts),))
 
 
 def _logit_elements(graph: StepGraph, index: int) -> int:
