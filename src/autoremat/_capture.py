@@ -189,8 +189,8 @@ class Recorder(TorchDispatchMode):
         self._watch(storage, record.index)
         return record.index
 
-    def _watch(self, storage: Any, index: int, saved: SavedRecord | None = None) -> None:
-        """Note when a storage dies: as its own end, or (a stand-in) as the end of autograd's hold on it."""
+    def _watch(self, storage: Any, index: int, saved: SavedRecord | None = None, *, ends: bool = True) -> None:
+        """Note when a storage dies: as its own end, or (a stand-in) as the end of autograd's hold on it, or as none."""
         key = storage._cdata
         recording = self.recording
         known, watchers = self._known, self._watchers
@@ -198,9 +198,9 @@ class Recorder(TorchDispatchMode):
         def died(_: object) -> None:
             known.pop(key, None)
             watchers.pop(key, None)
-            if saved is None:
+            if saved is None and ends:
                 recording.storages[index].last_ref = recording.clock
-            elif saved.released is not None:
+            elif saved is not None and saved.released is not None:
                 saved.released = max(saved.released, recording.clock)
 
         self._known[key] = index
@@ -295,7 +295,7 @@ class Recorder(TorchDispatchMode):
         """Where fake data is written into real memory torch returns a fake tensor, which takes no memory of its own."""
         for result, argument, storage in zip(results, mutated, mutates, strict=False):
             if isinstance(result, FakeTensor) and not isinstance(argument, FakeTensor) and storage >= 0:
-                self._watch(_storage(result), storage)
+                self._watch(_storage(result), storage, ends=False)
 
     def _workspace(
         self,

@@ -64,13 +64,12 @@ def describe_all(graph: StepGraph, specs: Iterable[RegionSpec]) -> tuple[Region,
     alike: dict[Region, set[CallName]] = defaultdict(set)
     for region in (inner for outer in first for inner in _with_children(outer)):
         alike[_unnumbered(region)].update(region.calls)
+    counts = {part: Counter(call.path for call in calls) for part, calls in alike.items()}
     found: dict[Region, None] = {}
     for region in first:
         common = _unnumbered(region)
         is_every_call = all(
-            sum(call.path == path for call in alike[part]) == totals[path]
-            for part in _with_children(common)
-            for path in _paths(part)
+            counts[part][path] == totals[path] for part in _with_children(common) for path in _paths(part)
         )
         found[common if is_every_call and not _calls_twice(common) else region] = None
     return tuple(found)

@@ -57,6 +57,7 @@ class Applied:
     """A plan on a model. ``remove`` takes it off; leaving a ``with`` block does, too.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
         >>> with apply(model, Plan(regions=(Region("0"),))):
         ...     model(torch.ones(1, 2)).sum().backward()
