@@ -31,22 +31,13 @@ import autoremat as ar
 from autoremat._ledger import expand, peak_bytes
 from autoremat._step_graph import StepGraph
 from autoremat.solve import Planner
-from strategies import Recipe, build_step
+from strategies import TRANSFORMER, Recipe, build_step
 
 POINTS = 64
-LAYER: Recipe = (
-    ("norm", 0, 4),
-    ("call", (("linear", 0, 12), ("attention", 1, 4), ("linear", 0, 4), ("dropout", 0, 4)), 0),
-    ("add", 2, 4),
-    ("norm", 0, 4),
-    ("call", (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 4), ("dropout", 0, 4)), 0),
-    ("add", 2, 4),
-)
-"""A block of GPT-2, sizes in quarters of the residual stream."""
 
 
 def equal_layers(num: int = 126) -> StepGraph:
-    return build_step(tuple((f"h.{i}", LAYER) for i in range(num)), loss_bytes=20, unit_bytes=1 << 20)
+    return build_step(tuple((f"h.{i}", TRANSFORMER) for i in range(num)), loss_bytes=20, unit_bytes=1 << 20)
 
 
 def different_stages(num: int = 150) -> StepGraph:

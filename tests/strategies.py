@@ -18,6 +18,16 @@ from autoremat._step_graph import BEFORE_STEP, ModuleCall, Op, Phase, SavedTenso
 Recipe: TypeAlias = "tuple[tuple[str, Any, int], ...]"
 """What a block does: (kind of instruction, which earlier value it reads or the nested recipe, size)."""
 
+TRANSFORMER: Recipe = (
+    ("norm", 0, 4),
+    ("call", (("linear", 0, 12), ("attention", 1, 4), ("linear", 0, 4), ("dropout", 0, 4)), 0),
+    ("add", 2, 4),
+    ("norm", 0, 4),
+    ("call", (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 4), ("dropout", 0, 4)), 0),
+    ("add", 2, 4),
+)
+"""Shaped like a block of GPT-2, sizes in units of a quarter of the residual stream."""
+
 LEAVES = ("linear", "gelu", "relu_", "dropout", "view", "norm", "attention", "add", "batch_norm", "dead")
 
 

@@ -11,21 +11,10 @@ import sys
 import jsonschema
 import pytest
 
-import command_line
 import synthetic
 from autoremat import Plan, get_target, plan_schema, target_names
 
 BUDGET = "2200KB"
-
-
-@pytest.fixture
-def models(tmp_path):
-    return command_line.write_models(tmp_path)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
 
 
 def test_export_writes_the_text_and_says_what_is_lost(run, models, tmp_path):

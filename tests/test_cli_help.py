@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import typer
 
-import command_line
 from autoremat import __main__, _cli_complete, _cli_teach, target_names
 from autoremat._cli import app
 from autoremat._model_states import optimizer_factory
@@ -41,16 +40,6 @@ OPTIONS = {
     "--precision --scaler --seq --target model",
     "run": "--budget --monitor --on-oom --plan --save-plan arguments script",
 }
-
-
-@pytest.fixture
-def models(tmp_path):
-    return command_line.write_models(tmp_path)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
 
 
 def test_the_commands_and_their_options_are_these():

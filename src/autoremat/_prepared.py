@@ -17,6 +17,8 @@ from autoremat._allocator_settings import AllocatorSettings
 from autoremat._api import trace
 from autoremat._dry_run import dry_run, keep_budget
 from autoremat._errors import AutorematError, PlanError
+from autoremat._expand import expand
+from autoremat._ledger import peak_bytes
 from autoremat._observed import Observed
 from autoremat._plan import Plan
 from autoremat._planned_loss import PlannedLoss
@@ -130,7 +132,8 @@ class Prepared:
 
     def plain_fits(self, budget_bytes: int) -> bool:
         """Whether nothing has to be recomputed: then the planner has nothing to do, and its setup is the work."""
-        return self._options.budget_is == "allocated" and self._priced(lambda: Plan(()), budget_bytes) is not None
+        graph = self.planning.graph
+        return self._options.budget_is == "allocated" and peak_bytes(graph, expand(graph)) <= budget_bytes
 
     @property
     def smallest_bytes(self) -> int:

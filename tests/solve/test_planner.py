@@ -21,17 +21,7 @@ from autoremat.solve._table import Table
 from autoremat.solve._variants import storable, stores_more
 from machine import run_schedule
 from reference import best_cost, cost_of
-from strategies import Recipe, build_step, recipes, step_graphs
-
-TRANSFORMER: Recipe = (
-    ("norm", 0, 4),
-    ("call", (("linear", 0, 12), ("attention", 1, 4), ("linear", 0, 4), ("dropout", 0, 4)), 0),
-    ("add", 2, 4),
-    ("norm", 0, 4),
-    ("call", (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 4), ("dropout", 0, 4)), 0),
-    ("add", 2, 4),
-)
-"""Shaped like a block of GPT-2, sizes in units of a quarter of the residual stream."""
+from strategies import TRANSFORMER, Recipe, build_step, recipes, step_graphs
 
 slow = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
