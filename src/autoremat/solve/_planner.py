@@ -222,10 +222,21 @@ class Planner:
                     heapq.heappush(queue, (-half.area, half))
         curve: list[Solution] = []
         for known in sorted(found.values(), key=lambda p: (p.peak_bytes, p.cost)):
-            solution = self.plan(known.peak_bytes)
+            solution = self._asked_for(known.peak_bytes)
             if not curve or solution.cost < curve[-1].cost:
                 curve.append(solution)
         return curve
+
+    def _asked_for(self, budget_bytes: int) -> Solution:
+        """The solution for a budget, or for its peak where that is another: whoever asks for the peak gets it.
+
+        The plan for a little more may have a peak that fits, and be one that the plan for less was not found to be.
+        """
+        solution = self.plan(budget_bytes)
+        while solution.peak_bytes < budget_bytes:
+            budget_bytes = solution.peak_bytes
+            solution = self.plan(budget_bytes)
+        return solution
 
     def _root(self) -> _Cell:
         return _Cell(0, 2**DEPTH, self._smallest, self._known[()])
