@@ -12,7 +12,8 @@ import autoremat as ar
 import synthetic
 from autoremat import UsageError, get_target
 from autoremat._bench import Bench, Turns
-from autoremat._calibrate import calibrate
+from autoremat._calibrate import _elements, calibrate
+from autoremat._calibrate_ops import COLUMNS, ROWS
 from autoremat._calibration import find_calibration, interpolate
 from autoremat._cost import RegionCost, launch_bound_share, op_seconds, relative_error, step_seconds
 from autoremat._measure_ops import CallLog, CallTimes, grouped, times_path
@@ -173,9 +174,19 @@ def test_calibrating_measures_this_machine(machine):
     assert 1e9 < machine.best_rates["float32"] < 1e14
     assert machine.traffic_s_per_byte == tuple(sorted(machine.traffic_s_per_byte))
     assert all(value > 0 for values in machine.op_s_per_byte.values() for value in values.values())
-    assert machine.op_s_per_byte["aten.tanh.default"]["float32"] > machine.op_s_per_byte["aten.neg.default"]["float32"]
     assert all(seconds > 0 for seconds in machine.op_s.values())
     assert find_calibration() is None
+
+
+def test_each_operator_keeps_its_own_seconds_for_a_byte(monkeypatch):
+    aten = torch.ops.aten
+    slow = {aten.tanh.default: 5e-3, aten.relu.default: 2e-3}
+    monkeypatch.setattr(Bench, "kernels_s", lambda self, calls: [slow.get(call.func, 1e-3) for call in calls])
+    found = _elements(Bench(torch.device("cpu")), {"float32": torch.float32})
+    moved_bytes = 2 * ROWS * COLUMNS * 4
+    assert found["aten.tanh.default"] == {"float32": 5e-3 / moved_bytes}
+    assert found["aten.relu.default"] == {"float32": 2e-3 / moved_bytes}
+    assert found["aten.neg.default"] == {"float32": 1e-3 / moved_bytes}
 
 
 def test_a_kept_calibration_is_found_by_its_threads(machine):
