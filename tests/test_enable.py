@@ -237,6 +237,17 @@ def test_shorter_batches_share_plans_and_longer_ones_get_room(plain, monkeypatch
     assert handle.plan.planned.flops <= handle._prepared[0].plan.planned.flops
 
 
+@pytest.mark.parametrize(
+    ("options", "planned"), [({}, [30, 248]), ({"fake": False}, [30, 39, 150]), ({"budget": "1000KiB"}, [30, 124])]
+)
+def test_growth_is_planned_far_ahead_where_that_is_cheap(options, planned):
+    """Not where a trace takes memory, nor where a plan for so much would recompute a lot."""
+    model = enable(build(), optimizer=None, **{"budget": "1GiB", **options})
+    for rows in (30, 31, 38, 120):
+        model(torch.randn(rows, WIDTH))
+    assert [p.observed.sizes[0] for p in ar.enabled(model)._prepared] == planned
+
+
 def test_a_plan_that_larger_steps_would_break_is_made_for_the_step_alone():
     class Bounded(Net):
         def forward(self, x):

@@ -9,7 +9,6 @@ second model. Compiled models are refused; one device of many is planned for wit
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoremat._allocator_settings import AllocatorSettings
-from autoremat._device_memory import is_out_of_memory
 from autoremat._enabled import FIND, Enabled
 from autoremat._errors import PlanError, UsageError
 from autoremat._model_states import OptimizerFactory, optimizer_factory
@@ -250,6 +248,5 @@ def explain_failure(module: nn.Module, args: tuple[Any, ...], output: Any) -> No
         return
     error = sys.exception() if output is None else None
     state = _ENABLED.get(module)
-    if state is not None and error is not None and is_out_of_memory(error):
-        with contextlib.suppress(Exception):  # the user's error matters more than what is said about it
-            error.add_note(state.explain_out_of_memory())
+    if state is not None and error is not None:
+        state.note_out_of_memory(error)

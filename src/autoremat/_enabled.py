@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoremat._device_memory import budget_left, explain_out_of_memory
+from autoremat._device_memory import budget_left, explain_out_of_memory, is_out_of_memory
 from autoremat._errors import AutorematError, UsageError
 from autoremat._found_optimizer import factory_like, find_optimizers
 from autoremat._memory_meter import unique_bytes
 from autoremat._model_states import OptimizerFactory
-from autoremat._observed import Observed, as_batch, batch_bytes, observe, resized
+from autoremat._observed import HEADROOM, Observed, as_batch, batch_bytes, observe, resized
 from autoremat._plan import Plan
 from autoremat._planned_loss import PlannedLoss
 from autoremat._prepared import PlanOptions, Prepared
@@ -29,6 +31,7 @@ from autoremat._units import format_bytes
 
 FIND = "find"
 """In place of an optimizer: look for it at the first step."""
+_OURS = "autoremat:"
 _AUTOCAST = {torch.bfloat16: "amp-bf16", torch.float16: "amp-fp16"}
 SMALL_TENSORS_BYTES = 64 * 2**10
 """Part of every budget that is left for what a loop keeps besides its step: running losses, metrics, scalars."""
@@ -38,6 +41,10 @@ WORTH_A_PLAN = 3
 """After so many such steps."""
 MAX_PLANNING_SHARE = 0.02
 """And from the third plan on only if planning, this one included, takes at most this share of the run so far."""
+FAR = (Fraction(8), Fraction(4), Fraction(2))
+"""Where sizes grow, how far ahead to plan, the first that looks cheap; a trace takes the same time at any size."""
+FAR_OVER_BUDGET = 2
+"""It looks cheap if the plain step takes at most so many budgets: a plan for more recomputes much, in every step."""
 TIGHTEN = 0.9
 """Budget after running out of memory, as a share of the smaller of what was allowed and what the plan promised."""
 
@@ -80,6 +87,7 @@ class Enabled:
         self._prepared: list[Prepared] = []
         self._chosen: dict[Observed, Prepared] = {}
         self._wanted: Counter[Observed] = Counter()
+        self._bounded: set[Hashable] = set()
         self._pending: tuple[Prepared, threading.Thread] | None = None
         self._current: Prepared | None = None
         self._started_s: float | None = None
@@ -148,6 +156,12 @@ class Enabled:
         if plan is not None and self._current is not None:
             plan = dataclasses.replace(plan, smallest_bytes=self._current.smallest_bytes)
         return explain_out_of_memory(self._model, plan, self._held())
+
+    def note_out_of_memory(self, error: BaseException) -> None:
+        """Have an error say once what was alive, if it says that memory ran out."""
+        if is_out_of_memory(error) and not any(_OURS in note for note in getattr(error, "__notes__", ())):
+            with contextlib.suppress(Exception):  # the user's error matters more than what is said about it
+                error.add_note(self.explain_out_of_memory())
 
     def __repr__(self) -> str:
         budget = "auto" if self._budget_bytes is None else format_bytes(self._budget_bytes)
@@ -222,15 +236,32 @@ class Enabled:
     # -- making plans --------------------------------------------------------------------------------------------
 
     def _prepare_larger(self, observed: Observed, batch: Batch) -> Prepared:
-        """A plan that is needed: for these sizes, or for somewhat larger ones if sizes have been seen to grow."""
-        known = [p.observed for p in self._prepared if p.observed.kind == observed.kind]
-        roomy = observed.with_headroom(known)
-        if roomy != observed:
-            try:
-                return self._prepare(roomy, batch)
-            except AutorematError:
-                pass  # larger than the model takes, or than the budget allows: plan for what came
+        """A plan that is needed: for these sizes, or for larger ones if sizes have been seen to grow."""
+        known = [p for p in self._prepared if p.observed.kind == observed.kind]
+        for factor in (*self._far(observed, known, batch), HEADROOM):
+            roomy = observed.with_headroom([p.observed for p in known], factor)
+            if roomy != observed:
+                try:
+                    return self._prepare(roomy, batch)
+                except AutorematError:  # larger than the model takes, or than the budget allows
+                    self._bounded.add(observed.kind)
         return self._prepare(observed, batch)
+
+    def _far(self, observed: Observed, known: list[Prepared], batch: Batch) -> list[Fraction]:
+        """How far ahead to plan, at most once: growth that goes on would ask for plan after plan."""
+        if not known or observed.kind in self._bounded or any(p.is_traced_on_values for p in known):
+            return []
+        largest, budget_bytes = max(known, key=lambda p: p.plain_bytes), self._within(batch)
+        if not observed.serves(largest.observed):
+            return []
+        for factor in FAR:
+            far = observed.with_headroom([p.observed for p in known], factor)
+            held = largest.planning.graph.static_bytes + batch_bytes(batch) * (
+                factor + 1
+            )  # planning makes such a batch
+            if held <= budget_bytes and largest.guess_plain_bytes(far) <= FAR_OVER_BUDGET * budget_bytes:
+                return [factor]
+        return []
 
     def _may_get_smaller(self, observed: Observed, chosen: Prepared) -> bool:
         assert chosen.plan is not None
@@ -242,7 +273,11 @@ class Enabled:
             return serving
         smaller = serving.observed.halved(observed)
         self._wanted[smaller] += 1
-        if smaller == serving.observed or self._wanted[smaller] < WORTH_A_PLAN or not self._is_affordable(serving):
+        if (
+            smaller == serving.observed
+            or self._wanted[smaller] < WORTH_A_PLAN
+            or not self._is_affordable(serving, smaller)
+        ):
             return serving
         self._wanted[smaller] = -(10**9)  # if it fails, it is not tried again
         try:
@@ -250,11 +285,12 @@ class Enabled:
         except AutorematError:
             return serving
 
-    def _is_affordable(self, like: Prepared) -> bool:
+    def _is_affordable(self, like: Prepared, smaller: Observed) -> bool:
         assert self._started_s is not None
         if len(self._prepared) < 2:
             return True
-        spent_s = sum(p.seconds for p in self._prepared[2:]) + like.seconds
+        plain_fits = like.guess_plain_bytes(smaller) <= (self._budget_bytes or 0)
+        spent_s = sum(p.seconds for p in self._prepared[2:]) + (like.trace_s if plain_fits else like.seconds)
         return spent_s <= MAX_PLANNING_SHARE * (time.perf_counter() - self._started_s)
 
     def _prepare(self, observed: Observed, batch: Batch) -> Prepared:
@@ -267,7 +303,7 @@ class Enabled:
             "gradients": "kept" if observed.has_gradients else "fresh",
             "precision": options.trace_options.get("precision", self._precision()),
         }
-        prepared = Prepared(self._model, batch, observed, options, self._loss, **step)
+        prepared = Prepared(self._model, batch, observed, options, self._loss, self.note_out_of_memory, **step)
         if self._loss.stands_in:
             self._say_once(
                 f"{type(self._model).__name__} returns no loss, so the plan counts a cross-entropy over the last "

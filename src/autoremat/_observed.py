@@ -56,11 +56,16 @@ class Observed:
             share *= own / max(1, theirs)
         return share
 
-    def with_headroom(self, beyond: Sequence[Observed]) -> Observed:
-        """Somewhat larger sizes, where these are larger than all others that have been planned for."""
+    def with_headroom(self, beyond: Sequence[Observed], factor: Fraction = HEADROOM) -> Observed:
+        """Larger sizes, where these are larger than all others that have been planned for.
+
+        Args:
+            beyond: What has been planned for.
+            factor: How much larger.
+        """
         known = [max(sizes) for sizes in zip(*(other.sizes for other in beyond), strict=True)]
         sizes = [
-            -int(-size * HEADROOM // 1) if known and size > most else size
+            -int(-size * factor // 1) if known and size > most else size
             for size, most in zip(self.sizes, known or self.sizes, strict=True)
         ]
         return Observed(self.kind, (*sizes[:-1], self.sizes[-1]))

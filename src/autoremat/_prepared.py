@@ -63,15 +63,26 @@ class Prepared:
         observed: Kind and sizes of the batch.
         options: How to plan.
         loss: What the step is planned with.
+        on_error: Told what a recompute raises.
         **step: What the step has besides: optimizer, gradients, precision.
 
     Attributes:
         plan: The plan; None until it is made.
         is_rough: Whether `plan` only bridges the time until the planner is done.
+        seconds: What has been spent on it.
+        trace_s: What of that the trace took.
+        plain_bytes: Peak of the step without a plan.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, observed: Observed, options: PlanOptions, loss: PlannedLoss, **step: Any
+        self,
+        model: nn.Module,
+        batch: Batch,
+        observed: Observed,
+        options: PlanOptions,
+        loss: PlannedLoss,
+        on_error: Callable[[BaseException], None] = lambda _: None,
+        **step: Any,
     ) -> None:
         self.observed = observed
         self.plan: Plan | None = None
@@ -79,7 +90,7 @@ class Prepared:
         self.seconds = 0.0
         self._applied: Applied | None = None
         self._reference, self._loss = weakref.ref(model), loss
-        self._options = options
+        self._options, self._on_error = options, on_error
         self._step = {**options.trace_options, **step, "loss": loss}
         with self._timed():
             graph = aside(lambda: trace(model, batch, target=options.target, **self._step))
@@ -89,6 +100,8 @@ class Prepared:
                 choose_objective(graph, options.target, options.objective),
                 read_allocator(options.allocator),
             )
+            self.plain_bytes = peak_bytes(graph, expand(graph))
+        self.trace_s = self.seconds
         loss.forget()
 
     @property
@@ -132,8 +145,24 @@ class Prepared:
 
     def plain_fits(self, budget_bytes: int) -> bool:
         """Whether nothing has to be recomputed: then the planner has nothing to do, and its setup is the work."""
-        graph = self.planning.graph
-        return self._options.budget_is == "allocated" and peak_bytes(graph, expand(graph)) <= budget_bytes
+        return self._options.budget_is == "allocated" and self.plain_bytes <= budget_bytes
+
+    @property
+    def is_traced_on_values(self) -> bool:
+        """Whether the model's code reads values: then it may run on a real copy, whose sizes take memory."""
+        ops = self.planning.graph.ops
+        return self._step.get("fake") is False or any(op.reads_value and op.phase == "forward" for op in ops)
+
+    def guess_plain_bytes(self, observed: Observed) -> float:
+        """About what the plain step of other sizes has at its peak, if all but what it holds anyway is in proportion.
+
+        Args:
+            observed: Sizes that are all no smaller, or all no larger.
+        """
+        is_smaller = self.observed.serves(observed)
+        ratio = observed.share_of(self.observed) if is_smaller else 1 / max(1e-9, self.observed.share_of(observed))
+        static_bytes = self.planning.graph.static_bytes
+        return static_bytes + (self.plain_bytes - static_bytes) * ratio
 
     @property
     def smallest_bytes(self) -> int:
@@ -192,6 +221,7 @@ class Prepared:
             self._applied.put_on()
         elif self.plan.regions:
             self._applied = apply(self._model, self.plan)
+            self._applied.on_error(self._on_error)
 
     def start_forward(self) -> None:
         """Say that a forward starts, where the model itself is not called."""

@@ -135,11 +135,14 @@ def run_out(tmp_path, device, *, retry, **arguments):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], callback
 
 
-def test_the_trainer_runs_steps_again_under_tighter_plans(tmp_path):
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+def test_the_trainer_runs_steps_again_under_tighter_plans(tmp_path, num_micro_steps):
+    """Of two micro-steps the second runs out, where gradients are there already."""
+    options = {"gradient_accumulation_steps": num_micro_steps, "max_steps": 4 - num_micro_steps}
     roomy = Device()
-    losses, _ = run_out(tmp_path, roomy, retry=False)
-    device = Device(int(0.8 * roomy.peak))
-    found, callback = run_out(tmp_path, device, retry=True)
+    losses, _ = run_out(tmp_path, roomy, retry=False, **options)
+    device = Device(int((0.8 if num_micro_steps == 1 else 0.97) * roomy.peak))
+    found, callback = run_out(tmp_path, device, retry=True, **options)
     assert device.failures > 0
     assert found == losses
     assert callback.enabled.budget_bytes < 2**30

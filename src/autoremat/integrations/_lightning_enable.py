@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from autoremat._device_memory import is_out_of_memory
 from autoremat._enable import AUTO, make_enabled
 from autoremat._enabled import Enabled
 from autoremat._errors import UsageError
@@ -108,8 +107,8 @@ class AutorematCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say what was alive if memory ran out; take everything off the module."""
-        if self._enabled is not None and is_out_of_memory(exception):
-            exception.add_note(self._enabled.explain_out_of_memory())
+        if self._enabled is not None:
+            self._enabled.note_out_of_memory(exception)
         self._disable()
 
     def _disable(self) -> None:

@@ -44,8 +44,8 @@ class AutorematCallback(TrainerCallback):  # type: ignore[misc]
     def retry(self, trainer: Any) -> None:
         """Have a trainer run a step again under a tighter plan if memory runs out, as `autoremat.retry_step` does.
 
-        With accumulation that is the first micro-step alone: later ones find gradients that they have added to. What
-        the trainer counts while it computes a loss (TRL's metrics) is counted in both runs.
+        With accumulation only the micro-step that ran out is run again. What the trainer counts while it computes a
+        loss (TRL's metrics) is counted in both runs.
 
         Args:
             trainer: The trainer that has this callback, before ``trainer.train()``.

@@ -6,7 +6,7 @@ Everything hangs on module hooks (`_module_hooks`): state_dict keys, ``repr`` an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -128,6 +128,11 @@ class Applied:
     def start_forward(self) -> None:
         """Count module calls from 0 again: for who runs the modules without calling the model itself."""
         self._root.start_forward()
+
+    def on_error(self, callback: Callable[[BaseException], None]) -> None:
+        """Have something told what a recompute raises, before backward raises it."""
+        for _, recipe in self._recipes:
+            recipe.on_error = callback
 
     def remove(self) -> None:
         """Make the model plain again. Steps whose forward has run still recompute in backward."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
@@ -22,13 +22,17 @@ clocks: list[Clock] = []
 
 
 @contextlib.contextmanager
-def timed_recompute() -> Iterator[None]:
-    """Tell the clocks of a recompute."""
+def timed_recompute(on_error: Callable[[BaseException], None] | None) -> Iterator[None]:
+    """Tell the clocks of a recompute, and another of the error that it ends in."""
     running = list(clocks)
     for clock in running:
         clock.start()
     try:
         yield
+    except Exception as error:
+        if on_error is not None:
+            on_error(error)
+        raise
     finally:
         for clock in running:
             clock.stop()

@@ -139,7 +139,7 @@ class Frame:
                     f"{self.recipe.name}: the region around it did not run it in recompute. The outer module's forward "
                     "took another path; take one of the two out of the plan."
                 )
-            with timed_recompute():
+            with timed_recompute(self.recipe.on_error):
                 Replay(self).run()
             self.recipe.learned.is_checked = True
             self.is_kept = compat.graph_is_kept()
