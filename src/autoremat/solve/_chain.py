@@ -8,7 +8,9 @@ of forward's results; a nest stores those of a set that are born in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +102,7 @@ class Chain:
 
     def late(self, stop: Bytes, ready: Costs, end: int) -> Costs:
         """What a nest that stores nothing costs more, or less, because of a region inside that reaches its tail."""
-        found: Costs = np.where(stop >= self.reach[end], ready - self.tail[end], 0.0)
+        found: Costs = np.where((stop >= self.reach[end]) & (ready > -np.inf), ready - self.tail[end], 0.0)
         return found
 
     @property
@@ -118,9 +120,11 @@ class Chain:
 
 
 class Ways:
-    """Everything that leads on from one position, as arrays, by the position that it reaches; the plain step first.
+    """Everything that leads on, as arrays: by the position that it starts from, then by the one that it reaches.
 
     Attributes:
+        first: For each position, and for the last, the first way from there: the plain step.
+        start: Position that each way starts from.
         stop: Position reached.
         number: Candidate, or -1 - nest; for the plain step `PLAIN`.
         option: Option of the candidate, or store set of the nest.
@@ -137,6 +141,7 @@ class Ways:
     __slots__ = (
         "backward",
         "cost",
+        "first",
         "forward",
         "held",
         "nests",
@@ -144,45 +149,47 @@ class Ways:
         "option",
         "ready",
         "saved",
+        "start",
         "stop",
         "stuck",
     )
 
-    def __init__(self, chain: Chain, position: int) -> None:
-        zero, never = np.zeros(1, np.int64), np.zeros((len(chain.stored), 1), np.int64)
-        demand = chain.forward[position : position + 1], chain.backward[position : position + 1]
-        rows: list[tuple[int, int, tuple[Bytes | Costs, ...], Costs]] = [
-            (position + 1, PLAIN, (zero, *demand, zero, zero, np.full(1, -np.inf), never), np.zeros(1))
+    def __init__(self, chain: Chain) -> None:
+        num, num_sets = chain.last, len(chain.stored)
+        edges = [(start, edge) for start in range(num) for edge in chain.edges[start]]
+        nests = [(start, nest) for start in range(num) for nest in chain.nests[start]]
+        sizes = [len(edge.cost) for _, edge in edges]
+        plain, none = np.arange(num), np.zeros(num, np.int64)
+
+        def column(of_plain: Bytes | Costs, of_edges: Sequence[Bytes | Costs], of_nests: Sequence[float]) -> Any:
+            return np.concatenate([of_plain, *of_edges, np.array(of_nests, of_plain.dtype)])
+
+        def repeated(numbers: Sequence[int]) -> list[Bytes]:
+            return [np.repeat(np.array(numbers, np.int64), sizes)]
+
+        start = column(plain, repeated([at for at, _ in edges]), [at for at, _ in nests])
+        stop = column(plain + 1, repeated([edge.stop for _, edge in edges]), [nest.stop for _, nest in nests])
+        # The plain step, which comes first of all, stays first of those that stop where it does.
+        order = np.lexsort((stop, start))
+        self.first = np.searchsorted(start[order], np.arange(num + 1))
+        self.start, self.stop = start[order], stop[order]
+        numbers = [edge.candidate for _, edge in edges], [nest.number for _, nest in nests]
+        self.number = column(np.full(num, PLAIN), repeated(numbers[0]), numbers[1])[order]
+        options = [np.arange(size) for size in sizes]
+        self.option = column(none, options, [nest.stores for _, nest in nests])[order]
+        self.forward = column(chain.forward, [e.forward for _, e in edges], [nest.forward for _, nest in nests])[order]
+        self.backward = column(chain.backward, [e.backward for _, e in edges], [0] * len(nests))[order]
+        self.saved = column(none, [e.saved for _, e in edges], [nest.saved for _, nest in nests])[order]
+        self.held = column(none, repeated([0] * len(edges)), [nest.held for _, nest in nests])[order]
+        self.cost = column(np.zeros(num), [e.cost for _, e in edges], [nest.cost for _, nest in nests])[order]
+        never = np.full(num, -np.inf)
+        self.ready = column(never, [e.ready for _, e in edges], [nest.ready for _, nest in nests])[order]
+        stuck = [
+            np.zeros((num_sets, num), np.int64),
+            *(e.stuck for _, e in edges),
+            *(n.stuck[:, None] for _, n in nests),
         ]
-        for edge in chain.edges[position]:
-            options = np.arange(len(edge.cost))
-            parts: tuple[Bytes | Costs, ...] = (
-                options,
-                edge.forward,
-                edge.backward,
-                edge.saved,
-                np.zeros_like(options),
-                edge.ready,
-                edge.stuck,
-            )
-            rows.append((edge.stop, edge.candidate, parts, edge.cost))
-        for nest in chain.nests[position]:
-            numbers = (nest.stores, nest.forward, 0, nest.saved, nest.held)
-            parts = (
-                *(np.array([number], np.int64) for number in numbers),
-                np.array([nest.ready]),
-                nest.stuck[:, None],
-            )
-            rows.append((nest.stop, nest.number, parts, np.array([nest.cost])))
-        rows.sort(key=lambda row: row[0])
-        sizes = [len(row[-1]) for row in rows]
-        self.stop = np.repeat(np.array([row[0] for row in rows], np.int64), sizes)
-        self.number = np.repeat(np.array([row[1] for row in rows], np.int64), sizes)
-        columns = zip(*(row[2] for row in rows), strict=True)
-        self.option, self.forward, self.backward, self.saved, self.held, self.ready, self.stuck = (
-            np.concatenate(found, axis=-1) for found in columns
-        )
-        self.cost = np.concatenate([row[3] for row in rows])
+        self.stuck = np.concatenate(stuck, axis=1)[:, order]
         self.nests = np.flatnonzero((self.number < 0) & (self.number != PLAIN))
 
 

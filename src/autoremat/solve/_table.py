@@ -22,9 +22,8 @@ limit as a dimension of the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -61,11 +60,31 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rows:
+    """The ways on from several positions of one part, but for what the positions reached demand.
+
+    Attributes:
+        cost: Cost of each way.
+        demand: Memory that each demands itself, or what is inside a nest.
+        gain: Memory at the position reached less memory before.
+        nests: Which of them are nests.
+        inner_gain: For each nest, memory at the start of the part inside less memory before.
+        inside: State at the start of the part inside, for each nest.
+    """
+
+    cost: Costs
+    demand: Bytes
+    gain: Bytes
+    nests: Bytes
+    inner_gain: Bytes
+    inside: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Moves:
     """The ways on from a position of one part; memory counts from the level of a part at a position.
 
     Attributes:
-        ways: The ways; a part takes as many of them as are listed here.
         cost: Cost of each, of nests without what is inside.
         demand: Least memory with which each can be taken and the end be reached.
         gain: Memory at the position reached less memory here.
@@ -75,7 +94,6 @@ class _Moves:
         inside: State at the start of the part inside, for each nest.
     """
 
-    ways: Ways
     cost: Costs
     demand: Bytes
     gain: Bytes
@@ -83,6 +101,11 @@ class _Moves:
     nests: Bytes
     inner_gain: Bytes
     inside: Bytes
+
+    def key(self) -> tuple[bytes, ...]:
+        """Equal for states that are equal."""
+        numbers = self.demand, self.gain, self.behind, self.nests, self.inner_gain, self.inside, self.cost
+        return tuple(found.tobytes() for found in numbers)
 
 
 class Table:
@@ -95,7 +118,7 @@ class Table:
 
     def __init__(self, chain: Chain, *, num_slots: int = NUM_SLOTS) -> None:
         self.chain = chain
-        self._ways = [Ways(chain, position) for position in range(chain.last)]
+        self._ways = ways = Ways(chain)
         starts: dict[tuple[int, int], int] = {}
         for position in range(chain.last - 1, -1, -1):
             starts |= {(nest.stop, nest.stores): position for nest in chain.nests[position]}
@@ -104,19 +127,18 @@ class Table:
         self._row_of = {(part.end, part.stores): part.row for part in self._parts}
         shape = (len(self._parts) + 1, chain.last + 1)
         self._level, self._state = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        lowest = min((int(np.maximum(w.forward, w.backward).min()) for w in self._ways[:1]), default=chain.required)
+        lowest = int(np.maximum(ways.forward, ways.backward)[: ways.first[1]].min()) if chain.last else chain.required
         self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
-        self._inner = [
-            np.array(
-                [self._row_of[key] for key in zip(w.stop[w.nests].tolist(), w.option[w.nests].tolist(), strict=True)],
-                int,
-            )
-            for w in self._ways
-        ]
-        """For the nests that start at each position: the row of the part inside."""
+        inner = zip(ways.stop[ways.nests].tolist(), ways.option[ways.nests].tolist(), strict=True)
+        self._inner = np.array([self._row_of[key] for key in inner], int)
+        """For each nest: the row of the part inside."""
         self._values: list[Costs] = []
-        self._top: list[int] = []
-        self._needs = np.zeros(1024, np.int64)
+        self._moves: list[_Moves | None] = []
+        """For each state."""
+        self._needs: Bytes = np.zeros(1024, np.int64)
+        self._top: Bytes = np.zeros(1024, np.int64)
+        self._final: Costs = np.zeros(1024, np.float64)
+        """For each state: least memory, memory that leaves nothing to be wanted, and what it costs then."""
         self._known: dict[tuple[bytes, ...], int] = {}
         self._nothing = self._add(np.zeros(1), _ANY, _ANY)
         for part in (*self._parts, self._whole):
@@ -135,90 +157,141 @@ class Table:
 
     def _fill(self, part: _Part) -> None:
         """Find the states of a part from its end, each that is new by content."""
-        self._level[part.row, : part.end + 1] = part.extra
-        self._level[part.row, : part.end] += self.chain.forward[: part.end]
+        level, state, ways = self._level[part.row], self._state[part.row], self._ways
+        level[: part.end + 1] = part.extra
+        level[: part.end] += self.chain.forward[: part.end]
         if part is self._whole:
-            self._state[part.row, part.end] = self._add(np.zeros(1), self.chain.required, self.chain.required)
+            state[part.end] = self._add(np.zeros(1), self.chain.required, self.chain.required)
         else:
             # Nothing is needed there: with its level, too, a part's states depend on what is between, not on where.
-            self._level[part.row, part.end] = self._level[part.row, part.end - 1]
-            self._state[part.row, part.end] = self._nothing
-        for position in range(part.end - 1, part.first - 1, -1):
-            moves = self._moves(part, position)
+            level[part.end] = level[part.end - 1]
+            state[part.end] = self._nothing
+        rows = self._rows(part)
+        offset = int(ways.first[part.first])
+        first = (ways.first[part.first : part.end] - offset).tolist()
+        num = self._num_inside(part).tolist()
+        nests = np.searchsorted(rows.nests, first).tolist()
+        last_nests = np.searchsorted(rows.nests, [a + n for a, n in zip(first, num, strict=True)]).tolist()
+        alike = np.column_stack([rows.demand, rows.gain, rows.cost.view(np.int64)])
+        inside = np.column_stack([rows.inner_gain, rows.inside])
+        stops = ways.stop[offset:]
+        for place in range(part.end - part.first - 1, -1, -1):
+            low, high = first[place], first[place] + num[place]
+            behind = state[stops[low:high]]
+            own = slice(nests[place], last_nests[place])
             key = (
-                *(numbers.tobytes() for numbers in (moves.demand, moves.gain, moves.behind)),
-                *(numbers.tobytes() for numbers in (moves.nests, moves.inner_gain, moves.inside)),
-                moves.cost.tobytes(),
+                alike[low:high].tobytes(),
+                inside[own].tobytes(),
+                (rows.nests[own] - low).tobytes(),
+                behind.tobytes(),
             )
-            if key not in self._known:
-                self._known[key] = self._solve(moves)
-            self._state[part.row, position] = self._known[key]
+            found = self._known.get(key)
+            if found is None:
+                demand = np.maximum(rows.demand[low:high], self._needs[behind] - rows.gain[low:high])
+                found = self._known[key] = self._find(
+                    _Moves(
+                        rows.cost[low:high].copy(),
+                        demand,
+                        rows.gain[low:high].copy(),
+                        behind,
+                        rows.nests[own] - low,
+                        rows.inner_gain[own].copy(),
+                        rows.inside[own].copy(),
+                    )
+                )
+            state[part.first + place] = found
 
-    def _add(self, values: Costs, need: int, top: int) -> int:
+    def _num_inside(self, part: _Part) -> Bytes:
+        """How many of the ways from each of its positions belong to a part."""
+        ways = self._ways
+        first = ways.first[part.first : part.end + 1]
+        if part is self._whole:
+            return np.diff(first)
+        # Nothing that stops where a nest does is a region inside it. The plain step always goes on.
+        sizes = np.cumsum(np.concatenate([[0], ways.stop[first[0] : first[-1]] < part.end]))
+        inside: Bytes = np.maximum(np.diff(sizes[first - first[0]]), 1)
+        return inside
+
+    def _rows(self, part: _Part) -> _Rows:
+        """What the ways of a part demand and cost whatever comes behind them."""
+        ways, row = self._ways, part.row
+        some = slice(int(ways.first[part.first]), int(ways.first[part.end]))
+        start, stop, level = ways.start[some], ways.stop[some], self._level[row]
+        saved, cost = ways.saved[some], ways.cost[some]
+        if part.stores is not None:
+            saved = saved - ways.stuck[part.stores, some]
+        if part.stores == 0:
+            cost = cost + self.chain.late(stop, ways.ready[some], part.end)
+        here = level[start]
+        demand = np.maximum(ways.forward[some] + part.extra[start], ways.backward[some]) - here
+        low, high = np.searchsorted(ways.nests, [some.start, some.stop]).tolist()
+        nests = ways.nests[low:high] - some.start
+        inner, at = self._inner[low:high], start[nests]
+        inner_gain = level[at] - self._level[inner, at] - ways.held[some][nests]
+        inside = self._state[inner, at]
+        demand[nests] = np.maximum(demand[nests], self._needs[inside] - inner_gain)
+        return _Rows(cost, demand, saved + here - level[stop], nests, inner_gain, inside)
+
+    def _find(self, moves: _Moves) -> int:
+        """The state from which there are these ways, a new one if there is none like it."""
+        key = moves.key()
+        if key not in self._known:
+            self._known[key] = self._solve(moves)
+        return self._known[key]
+
+    def _add(self, values: Costs, need: int, top: int, moves: _Moves | None = None) -> int:
         """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
         number = len(self._values)
         if number == len(self._needs):
-            self._needs = np.concatenate([self._needs, np.zeros_like(self._needs)])
-        self._needs[number] = need
+            self._needs, self._top = (
+                np.concatenate([found, np.zeros_like(found)]) for found in (self._needs, self._top)
+            )
+            self._final = np.concatenate([self._final, np.zeros_like(self._final)])
+        self._needs[number], self._top[number], self._final[number] = need, top, values[-1]
         self._values.append(values)
-        self._top.append(top)
+        self._moves.append(moves)
         return number
-
-    def _moves(self, part: _Part, position: int) -> _Moves:
-        ways = self._ways[position]
-        # Nothing that stops where a nest does is a region inside it. The plain step always goes on.
-        num = len(ways.stop) if part is self._whole else max(1, int(np.searchsorted(ways.stop, part.end)))
-        stop, saved, level = ways.stop[:num], ways.saved[:num], self._level[part.row]
-        cost = ways.cost[:num].copy()
-        if part.stores is not None:
-            saved = saved - ways.stuck[part.stores, :num]
-        if part.stores == 0:
-            cost[1:] += self.chain.late(stop[1:], ways.ready[1:num], part.end)
-        gain = saved + level[position] - level[stop]
-        behind = self._state[part.row, stop]
-        demand = np.maximum(ways.forward[:num] + part.extra[position], ways.backward[:num]) - level[position]
-        demand = np.maximum(demand, self._needs[behind] - gain)
-        nests = ways.nests[: np.searchsorted(ways.nests, num)]
-        rows = self._inner[position][: len(nests)]
-        inner_gain = level[position] - self._level[rows, position] - ways.held[nests]
-        inside = self._state[rows, position]
-        demand[nests] = np.maximum(demand[nests], self._needs[inside] - inner_gain)
-        return _Moves(ways, cost, demand, gain, behind, nests, inner_gain, inside)
 
     def _solve(self, moves: _Moves) -> int:
         """Least cost by slot over all ways on."""
         need = int(moves.demand.min())
-        top = self._most_wanted(moves)
+        least, top = self._most_wanted(moves)
         num_slots = -(-(top - need) // self.width) + 1
         first = -((need - moves.demand) // self.width)
-        shift = (need + moves.gain - self._needs[moves.behind]) // self.width
-        inner_shift = (need + moves.inner_gain - self._needs[moves.inside]) // self.width
-        nests = dict(
+        shift = first + (need + moves.gain - self._needs[moves.behind]) // self.width
+        inner_shift = first[moves.nests] + (need + moves.inner_gain - self._needs[moves.inside]) // self.width
+        inner = dict(
             zip(moves.nests.tolist(), zip(inner_shift.tolist(), moves.inside.tolist(), strict=True), strict=True)
         )
-        best = np.full(num_slots, np.inf)
-        lists = (first.tolist(), shift.tolist(), moves.behind.tolist(), moves.cost.tolist())
-        for way, (start, move, behind, cost) in enumerate(zip(*lists, strict=True)):
-            if start >= num_slots:
+        best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
+        lists = (numbers.tolist() for numbers in (first, shift, moves.behind, moves.cost, least))
+        for way, (start, at, behind, cost, final) in enumerate(zip(*lists, strict=True)):
+            # Costs fall from slot to slot: nothing is gained where what is left at the end is not less.
+            if start >= num_slots or final >= best[start]:
                 continue
-            parts = [(self._values[behind], start + move)]
-            if way in nests:
-                inner_move, inside = nests[way]
-                parts.append((self._values[inside], start + inner_move))
-            _lower(best, start, cost, parts)
-        return self._add(best, need, top)
+            sums = _plus(self._values[behind], at, cost, scratch[start:])
+            if way in inner:
+                inner_at, inside = inner[way]
+                sums = _plus(self._values[inside], inner_at, sums, scratch[start:])
+            stop = start + len(sums)
+            np.minimum(best[start:stop], sums, out=best[start:stop])
+            if stop < num_slots and final < best[stop]:
+                np.minimum(best[stop:], final, out=best[stop:])
+        return self._add(best, need, top, moves)
 
-    def _most_wanted(self, moves: _Moves) -> int:
-        """Memory that leaves nothing to be wanted: the plain step's, or that of regions by which nests stop early."""
-        behind, inside = moves.behind.tolist(), moves.inside.tolist()
-        least = moves.cost + [self._values[state][-1] for state in behind]
-        least[moves.nests] += [self._values[state][-1] for state in inside]
-        top = np.maximum(moves.demand, [self._top[state] for state in behind] - moves.gain)
-        inner_top = np.array([self._top[state] for state in inside], np.int64) - moves.inner_gain
+    def _most_wanted(self, moves: _Moves) -> tuple[Costs, int]:
+        """What each way costs at least, and memory that leaves nothing to be wanted.
+
+        That is the plain step's, or that of regions by which nests stop early.
+        """
+        least = moves.cost + self._final[moves.behind]
+        least[moves.nests] += self._final[moves.inside]
+        top = np.maximum(moves.demand, self._top[moves.behind] - moves.gain)
+        inner_top = self._top[moves.inside] - moves.inner_gain
         top[moves.nests] = np.maximum(top[moves.nests], inner_top)
         wanted = least < least[0]
         wanted[0] = True
-        return int(top[wanted].max())
+        return least, int(top[wanted].max())
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -230,18 +303,18 @@ class Table:
 
     def _walk(self, part: _Part, position: int, memory: int) -> Iterator[Pick]:
         """Regions from a position on, with so much memory above the level there."""
+        ways = self._ways
         while position < part.end:
-            moves = self._moves(part, position)
+            first, moves = int(ways.first[position]), self._moves[self._state[part.row, position]]
+            assert moves is not None
             fits = np.flatnonzero(moves.demand <= memory)
             own = moves.cost.copy()
             own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
             own, left = own[fits], memory + moves.gain[fits] - self._needs[moves.behind[fits]]
             cost = own + self._cost(moves.behind[fits], memory + moves.gain[fits])
             # Of equals the plain step, which comes first: no region that gains nothing.
-            way = int(fits[np.lexsort((moves.ways.stop[fits], -left, fits > 0, own, cost))[0]])
-            number, stop, option = (
-                int(found[way]) for found in (moves.ways.number, moves.ways.stop, moves.ways.option)
-            )
+            way = int(fits[np.lexsort((ways.stop[first + fits], -left, fits > 0, own, cost))[0]])
+            number, stop, option = (int(found[first + way]) for found in (ways.number, ways.stop, ways.option))
             if number >= 0:
                 yield number, option, ()
             elif number != PLAIN:
@@ -256,17 +329,16 @@ class Table:
         return found
 
 
-def _lower(best: Costs, start: int, cost: float, parts: Sequence[tuple[Costs, int]]) -> None:
-    """Take sums of costs from a slot on where they are lower; each part from its own slot, its last stands for more.
-
-    Costs fall from slot to slot, so nothing is gained where what is left at the end of the parts is not less.
-    """
-    if cost + sum(values[-1] for values, _ in parts) >= best[start]:
-        return
-    edges = sorted({start, *(min(max(start + len(v) - 1 - at, start), len(best)) for v, at in parts), len(best)})
-    for low, high in pairwise(edges):
-        total: Costs | float = cost
-        for values, at in parts:
-            slot = at + low - start
-            total = total + (values[slot : slot + high - low] if slot < len(values) - 1 else values[-1])
-        np.minimum(best[low:high], total, out=best[low:high])
+def _plus(values: Costs, at: int, others: Costs | float, sums: Costs) -> Costs:
+    """Add costs from a slot on to others, as far as there is room; the last of each stands for all that follow."""
+    values = values[at : at + len(sums)] if at < len(values) else values[-1:]
+    if isinstance(others, float):
+        return np.add(values, others, out=sums[: len(values)])
+    both = min(len(values), len(others))
+    found = sums[: max(len(values), len(others))]
+    if len(values) > both:
+        np.add(values[both:], others[-1], out=found[both:])
+    elif len(others) > both:
+        np.add(others[both:], values[-1], out=found[both:])
+    np.add(values[:both], others[:both], out=found[:both])
+    return found
