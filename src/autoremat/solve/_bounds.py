@@ -18,6 +18,7 @@ second recomputes. Offloading and casting are outside the claim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -53,11 +54,18 @@ class Bound:
     """
 
     def __init__(self, facts: Facts, op_cost: Sequence[float], low: int, high: int) -> None:
-        roots = [call.index for call in facts.graph.calls if call.parent == -1]
-        self._steps = [_events(facts, root, op_cost) for root in roots]
-        self.least_bytes = max((_least_bytes(facts, root) for root in roots), default=0)
-        """No schedule of the same ops in the same order has a smaller peak."""
+        self._facts, self._op_cost = facts, op_cost
+        self._roots = [call.index for call in facts.graph.calls if call.parent == -1]
         self._low, self._width = low, max(1, -(-(high - low) // GRID))
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """No schedule of the same ops in the same order has a smaller peak."""
+        return max((_least_bytes(self._facts, root) for root in self._roots), default=0)
+
+    @cached_property
+    def _steps(self) -> list[list[_Event]]:
+        return [_events(self._facts, root, self._op_cost) for root in self._roots]
 
     def at(self, budget_bytes: int) -> float:
         """Least cost of the recomputes of any schedule within a budget; infinite if there is none."""

@@ -298,7 +298,8 @@ class Planner:
     def _leaves_room(self, best: _Priced, cell: _Cell, budget_bytes: int) -> bool:
         """Whether the bound allows a much better plan, in a cell of the upper levels."""
         is_fine = cell.high - cell.low <= 2 ** (DEPTH - GENERAL_LEVELS)
-        return not is_fine and best.cost - self._bound.at(budget_bytes) > GENERAL_GAP * sum(self._op_cost)
+        room = GENERAL_GAP * sum(self._op_cost)
+        return not is_fine and best.cost > room and best.cost - self._bound.at(budget_bytes) > room
 
     def _refined(self, best: _Priced, budget_bytes: int, is_allowed: Callable[[_Priced], bool]) -> _Priced:
         """The plan with outputs stored in its nests that the table did not think of, the most gain first."""
@@ -376,7 +377,7 @@ class Planner:
             cost=priced.cost,
             peak_bytes=priced.peak_bytes,
             smallest_bytes=self._smallest.peak_bytes,
-            bound=self._bound.at(budget_bytes),
+            bound=self._bound.at(budget_bytes) if priced.cost > 0 else 0.0,
         )
 
 
