@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autoremat as ar
-from autoremat._ledger import expand, peak_bytes
+from autoremat._prices import Prices
 from autoremat._step_graph import StepGraph
 from autoremat.solve import Planner
 from strategies import TRANSFORMER, Recipe, build_step
@@ -83,9 +83,10 @@ def solve(graph: StepGraph, what: str) -> dict[str, object]:
     def price(specs: object) -> int:
         nonlocal prices
         prices += 1
-        return peak_bytes(graph, expand(graph, specs))  # type: ignore[arg-type]
+        return known.peak_bytes(specs)  # type: ignore[arg-type]
 
     wall, cpu = time.perf_counter(), time.process_time()
+    known = Prices(graph)
     planner = Planner(graph, op_cost=op_cost, price=price)
     setup_s = time.process_time() - cpu
     if what == "plan":

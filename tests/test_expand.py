@@ -9,6 +9,7 @@ import autoremat as ar
 from autoremat._errors import PlanError, PlanMismatch
 from autoremat._ledger import expand, peak_bytes
 from autoremat._plan import CallName, Plan, Region
+from autoremat._prices import Prices
 from autoremat._regions import describe_all, resolve
 from autoremat._schedule import Action
 from chains import Chain, nested, span, uniform
@@ -26,7 +27,7 @@ def graphs():
 def without_workspace(graph, specs):
     schedule = expand(graph, specs)
     machine_peak = run_schedule(graph, schedule)
-    assert machine_peak + graph.hidden_bytes == peak_bytes(graph, schedule)
+    assert machine_peak + graph.hidden_bytes == peak_bytes(graph, schedule) == Prices(graph).peak_bytes(specs)
     return machine_peak
 
 

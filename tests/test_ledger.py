@@ -8,6 +8,7 @@ from torch import nn
 
 import autoremat as ar
 from autoremat._ledger import expand, peak_bytes, price
+from autoremat._prices import Prices
 from autoremat._regions import describe_all, resolve
 from autoremat._replay import RegionSpec, replay
 from autoremat._schedule import Action
@@ -24,7 +25,9 @@ def test_the_machine_accepts_expanded_schedules(graph, data):
         c.index for c in graph.calls if c.parent == (0 if c.micro_step == 0 else c.parent) and c.path.count(".") == 1
     ]
     chosen = data.draw(st.sets(st.sampled_from(blocks))) if blocks else set()
-    schedule = expand(graph, [RegionSpec(c) for c in sorted(chosen)])
+    specs = [RegionSpec(c) for c in sorted(chosen)]
+    schedule = expand(graph, specs)
+    assert Prices(graph).peak_bytes(specs) == peak_bytes(graph, schedule)
     workspace = max(op.workspace_bytes for op in graph.ops)
     peak = run_schedule(graph, schedule)
     assert peak <= peak_bytes(graph, schedule) <= peak + workspace
@@ -39,6 +42,10 @@ def test_the_machine_accepts_schedules_of_real_models(name, keep):
     schedule = expand(graph, specs)
     run_schedule(graph, schedule)
     assert schedule.count(Action.RECOMPUTE) == sum(len(replay(graph, s).ops) for s in specs)
+    prices = Prices(graph)
+    assert prices.recomputed(specs) == [event.op for event in schedule.events if event.action is Action.RECOMPUTE]
+    for some in (specs, specs[::2], specs[1:]):  # what one region does is known from before
+        assert prices.peak_bytes(some) == peak_bytes(graph, expand(graph, some))
 
 
 @pytest.mark.parametrize("kind", ["plain", "recompute", "selective"])

@@ -32,19 +32,19 @@ from autoremat._schedule import Action, Event, Schedule
 from autoremat._step_graph import ModuleCall, Op, SavedTensor, StepGraph
 
 _RUN = {"forward": Action.FORWARD, "backward": Action.BACKWARD, "optimizer": Action.OPTIMIZER}
-_Moment = tuple[int, int]
+Moment = tuple[int, int]
 """A clock, and a place among what falls between two ops there."""
 _Life = tuple[int, int]
 """A storage and its generation."""
-_FIRST, _LAST = 0, 1 << 60
+FIRST, LAST = 0, 1 << 60
 
 
 @dataclass(slots=True)
-class _Region:
+class Region:
     """One region of the step, worked out."""
 
     spec: RegionSpec
-    ancestors: tuple[_Region, ...]
+    ancestors: tuple[Region, ...]
     """Regions around it, outermost first."""
     extent: Extent
     work: Replay
@@ -53,13 +53,13 @@ class _Region:
     """Storages of arguments that it holds."""
     states: list[tuple[int, int]]
     """Bytes of random states for each of its calls: until recompute, and until the call ends."""
-    children: list[_Region] = field(default_factory=list)
+    children: list[Region] = field(default_factory=list)
     skips_draws: bool = False
     """Whether its recompute leaves out ops that draw random numbers."""
     position: int = -1
     at: int | None = None
     """Clock of the recompute: the first time backward reads something saved in the region."""
-    end: _Moment = (0, _FIRST)
+    end: Moment = (0, FIRST)
     """When it lets go of what it holds."""
 
     @property
@@ -83,7 +83,7 @@ class _Region:
         return sum(held for held, _ in self.states)
 
 
-_Boundaries = dict[int, list[tuple[_Region, int]]]
+Boundaries = dict[int, list[tuple[Region, int]]]
 """By clock: calls of regions that start or end there, as region and position among its calls."""
 
 
@@ -97,12 +97,12 @@ def expand(graph: StepGraph, specs: Iterable[RegionSpec] = ()) -> Schedule:
     Returns:
         Every op, drop and recompute in order. Without regions: the plain step.
     """
-    with _no_garbage_collection():
-        return _Expansion(graph, specs).schedule()
+    with no_garbage_collection():
+        return Expansion(graph, specs).schedule()
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Tens of thousands of events are made, and all stay: to look for cycles among them takes as long as the rest."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -113,20 +113,26 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Expansion:
-    """Works out when each storage dies, then writes the events clock by clock."""
+class Expansion:
+    """Works out when each storage dies, then writes the events clock by clock.
 
-    def __init__(self, graph: StepGraph, specs: Iterable[RegionSpec]) -> None:
+    Args:
+        graph: The step.
+        specs: Disjoint regions, each with the regions inside it.
+        is_alone: Look only at what these regions make, hold, and saw saved: for `_prices`.
+    """
+
+    def __init__(self, graph: StepGraph, specs: Iterable[RegionSpec], *, is_alone: bool = False) -> None:
         self.graph = graph
         tops = [self._region(spec, ()) for spec in sorted(specs, key=self._start)]
         self.regions = [region for top in tops for region in _with_children(top)]
         for position, region in enumerate(self.regions):
             region.position = position
-        self.innermost: dict[int, _Region] = {}
+        self.innermost: dict[int, Region] = {}
         for region in self.regions:  # outer regions come first, so that inner ones overwrite them
             for call in region.spec.calls:
                 self.innermost.update(dict.fromkeys(graph.subtree(call), region))
-        self.recomputes: dict[int, list[_Region]] = defaultdict(list)
+        self.recomputes: dict[int, list[Region]] = defaultdict(list)
         for region in self.regions:
             if region.at is not None:
                 self.recomputes[region.at].append(region)
@@ -134,22 +140,26 @@ class _Expansion:
             group.sort(key=lambda region: region.depth)
             for rank, region in enumerate(group, start=1):
                 region.end = (clock, rank)
-        self.drops: dict[_Moment, list[_Life]] = defaultdict(list)
+        self.drops: dict[Moment, list[_Life]] = defaultdict(list)
         self.releases: dict[int, list[Event]] = defaultdict(list)
         """By clock: copies of buffers that autograd lets go of."""
-        self.ends: dict[_Life, _Moment] = {}
+        self.ends: dict[_Life, Moment] = {}
         """When each life, a storage and its generation, ends at the earliest: the last holder found so far."""
-        self._find_holders()
+        self.dropped: set[int] = set()
+        """What autograd saved of forward's and gets from a recompute instead."""
+        if not is_alone:
+            self.ends = {(storage.index, 0): (storage.last_ref, FIRST) for storage in graph.storages}
+        self._find_holders([r for top in tops for r in top.saved] if is_alone else graph.saved)
 
     def _start(self, spec: RegionSpec) -> int:
         return self.graph.calls[spec.call].start
 
-    def _region(self, spec: RegionSpec, ancestors: tuple[_Region, ...]) -> _Region:
+    def _region(self, spec: RegionSpec, ancestors: tuple[Region, ...]) -> Region:
         graph = self.graph
         saved = saved_in(graph, *spec.calls)
         work = replay(graph, spec, saved)
         states = [random_states(graph, graph.calls[call], work) for call in spec.calls]
-        region = _Region(
+        region = Region(
             spec=spec,
             ancestors=ancestors,
             extent=Extent(graph, spec.calls),
@@ -161,23 +171,22 @@ class _Expansion:
             at=min((s.unpacked for s in saved if s.unpacked is not None), default=None),
         )
         gone = max((s.released for s in saved), default=graph.calls[spec.calls[-1]].end)
-        region.end = (gone, _LAST if gone < len(graph.ops) else _FIRST)
+        region.end = (gone, LAST if gone < len(graph.ops) else FIRST)
         inner = sorted(spec.children, key=self._start)
         region.children = [self._region(child, (*ancestors, region)) for child in inner]
         return region
 
     # -- who holds what ---------------------------------------------------------------------------------------
 
-    def _find_holders(self) -> None:
-        graph = self.graph
-        last = len(graph.ops)
-        self.ends = {(storage.index, 0): (storage.last_ref, _FIRST) for storage in graph.storages}
-        for record in graph.saved:
+    def _find_holders(self, saved: Iterable[SavedTensor]) -> None:
+        for record in saved:
             region = self.innermost.get(record.call)
             generation = 0
             if region is not None:
                 generation = self._seen_in(record.call, record.storage, (*region.ancestors, region))
-            self._hold((record.storage, generation), (record.released, _FIRST))
+                if generation:
+                    self.dropped.add(record.storage)
+            self._hold((record.storage, generation), (record.released, FIRST))
         for region in self.regions:
             if region.saved or not region.ancestors:
                 for s, part in region.inputs.items():
@@ -185,15 +194,12 @@ class _Expansion:
                     self._hold((s, generation), region.end)
                 for s in region.spec.kept:
                     self._hold((s, self._made_by(s, region.ancestors)), region.end)
-        for life, moment in self.ends.items():
-            if life[1] == 0 and moment != (last, _FIRST):
-                self.drops[moment].append(life)
 
-    def _hold(self, life: _Life, until: _Moment) -> None:
+    def _hold(self, life: _Life, until: Moment) -> None:
         if until > self.ends.get(life, (-1, 0)):
             self.ends[life] = until
 
-    def _made_by(self, storage: int, regions: Sequence[_Region]) -> int:
+    def _made_by(self, storage: int, regions: Sequence[Region]) -> int:
         """Generation of a storage once these nested regions have been recomputed."""
         born = self.graph.storages[storage].born
         for region in reversed(regions):
@@ -201,7 +207,7 @@ class _Expansion:
                 return region.depth + 1
         return 0
 
-    def _seen_in(self, call: int, storage: int, regions: Sequence[_Region]) -> int:
+    def _seen_in(self, call: int, storage: int, regions: Sequence[Region]) -> int:
         """Generation of a storage that code in a module call sees when these nested regions have been recomputed."""
         for depth in range(len(regions), 0, -1):
             region = regions[depth - 1]
@@ -214,22 +220,21 @@ class _Expansion:
     def schedule(self) -> Schedule:
         """Write the events."""
         events: list[Event] = []
-        kept = _keepers(region for region in self.regions if not region.ancestors)
-        opening, closing = self._boundaries(self.regions)
+        kept = keepers(region for region in self.regions if not region.ancestors)
+        opening, closing = self.boundaries(self.regions)
         num_ops = len(self.graph.ops)
+        for life, moment in self.ends.items():
+            if life[1] == 0 and moment != (num_ops, FIRST):
+                self.drops[moment].append(life)
         for clock in range(num_ops + 1):
-            self._drop(events, (clock, _FIRST))
+            self._drop(events, (clock, FIRST))
             events.extend(self.releases.pop(clock, ()))
             if clock in self.recomputes:
                 for rank, region in enumerate(self.recomputes[clock], start=1):
-                    self._recompute(region, events)
+                    self.recompute(region, events)
                     self._drop(events, (clock, rank))
-            self._drop(events, (clock, _LAST))
-            for region, part in closing.get(clock, ()):
-                # A region inside another keeps of its first execution at most the random states.
-                self._end_call(region, part, events, lets_go=bool(region.ancestors) and not region.notes_draws)
-            for region, part in opening.get(clock, ()):
-                self._start_call(region, part, events)
+            self._drop(events, (clock, LAST))
+            self.cross(clock, opening, closing, events)
             if clock < num_ops:
                 op = self.graph.ops[clock]
                 events.append(Event(_RUN[op.phase], clock))
@@ -237,10 +242,18 @@ class _Expansion:
                     self._save(op, events, kept)
         return Schedule(events=tuple(events), regions=tuple(region.spec.calls for region in self.regions))
 
-    def _boundaries(self, regions: Iterable[_Region]) -> tuple[_Boundaries, _Boundaries]:
+    def cross(self, clock: int, opening: Boundaries, closing: Boundaries, events: list[Event]) -> None:
+        """Calls of regions that end and start at a clock, in forward."""
+        for region, part in closing.get(clock, ()):
+            # A region inside another keeps of its first execution at most the random states.
+            self._end_call(region, part, events, lets_go=bool(region.ancestors) and not region.notes_draws)
+        for region, part in opening.get(clock, ()):
+            self._start_call(region, part, events)
+
+    def boundaries(self, regions: Iterable[Region]) -> tuple[Boundaries, Boundaries]:
         """Which calls of regions start and end at a clock."""
-        opening: _Boundaries = defaultdict(list)
-        closing: _Boundaries = defaultdict(list)
+        opening: Boundaries = defaultdict(list)
+        closing: Boundaries = defaultdict(list)
         for region in regions:
             if region.shares_entry:
                 continue
@@ -249,7 +262,7 @@ class _Expansion:
                 closing[self.graph.calls[call].end].append((region, part))
         return opening, closing
 
-    def _drop(self, events: list[Event], moment: _Moment) -> None:
+    def _drop(self, events: list[Event], moment: Moment) -> None:
         if moment in self.drops:
             events += [Event(Action.DROP, -1, s, generation) for s, generation in self.drops.pop(moment)]
 
@@ -259,19 +272,20 @@ class _Expansion:
                 events.extend(Event(Action.SAVE, storage=storage, region=region) for region in kept[storage])
 
     @staticmethod
-    def _start_call(region: _Region, part: int, events: list[Event]) -> None:
+    def _start_call(region: Region, part: int, events: list[Event]) -> None:
         """A call of a region starts: it notes the random state, and needs one more to compare."""
         if num_bytes := sum(region.states[part]):
             events.append(Event(Action.HOLD, region=region.position, num_bytes=num_bytes))
 
     @staticmethod
-    def _end_call(region: _Region, part: int, events: list[Event], *, lets_go: bool = False) -> None:
+    def _end_call(region: Region, part: int, events: list[Event], *, lets_go: bool = False) -> None:
         held, passing = region.states[part]
         num_bytes = held + passing if lets_go else passing
         if num_bytes:
             events.append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
 
-    def _recompute(self, region: _Region, events: list[Event]) -> None:
+    def recompute(self, region: Region, events: list[Event]) -> None:
+        """Write the events of a recompute."""
         rerun = _Rerun(self, region, events)
         rerun.run()
         if num_bytes := rerun.kept_bytes + region.held_bytes:
@@ -284,15 +298,15 @@ class _Expansion:
 class _Rerun:
     """Runs a region again: transients die as in forward, what somebody holds stays until it is let go of."""
 
-    def __init__(self, expansion: _Expansion, region: _Region, events: list[Event]) -> None:
+    def __init__(self, expansion: Expansion, region: Region, events: list[Event]) -> None:
         self.expansion = expansion
         self.graph = expansion.graph
         self.region = region
         self.events = events
         self.runs = frozenset(region.work.ops)
         children = [child for child in region.children if child.saved]
-        self.kept = _keepers(children)
-        self.opening, self.closing = expansion._boundaries(children)
+        self.kept = keepers(children)
+        self.opening, self.closing = expansion.boundaries(children)
         self.dying: dict[int, list[int]] = defaultdict(list)
         self.linked_until = _linked_until(self.graph, region.spec)
         self.kept_bytes = 0
@@ -354,7 +368,7 @@ class _Rerun:
             finishes = self.graph.calls[child.spec.calls[part]].end <= self.region.work.stop
             self._note_states(child, part, Action.HOLD, finishes=finishes)
 
-    def _note_states(self, child: _Region, part: int, action: Action, *, finishes: bool = True) -> None:
+    def _note_states(self, child: Region, part: int, action: Action, *, finishes: bool = True) -> None:
         """What a child that runs again notes; whether it draws is known, so that it needs no state to compare."""
         held, passing = child.states[part]
         if held:
@@ -393,7 +407,7 @@ class _Rerun:
             )
 
 
-def _keepers(regions: Iterable[_Region]) -> dict[int, list[int]]:
+def keepers(regions: Iterable[Region]) -> dict[int, list[int]]:
     """Which regions store a storage."""
     kept: dict[int, list[int]] = defaultdict(list)
     for region in regions:
@@ -407,7 +421,7 @@ def _linked_until(graph: StepGraph, spec: RegionSpec) -> dict[int, int]:
     return {s: graph.calls[call].end for call, links in linked(graph, spec).items() for s in links} if spec.then else {}
 
 
-def _with_children(region: _Region) -> Iterator[_Region]:
+def _with_children(region: Region) -> Iterator[Region]:
     yield region
     for child in region.children:
         yield from _with_children(child)

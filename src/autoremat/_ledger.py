@@ -9,9 +9,12 @@ Known limit: memory held by an allocator's rounding and cache is not part of thi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
 
 from autoremat._expand import expand
 from autoremat._results import HighMoment, LiveItem, MemoryProfile, PointEvent
@@ -23,8 +26,10 @@ _MARKS = Action.DROP, Action.RECOMPUTE, Action.HOLD, Action.RELEASE, Action.SAVE
 _NUM_ITEMS_AT_PEAK = 2_000
 """Enough for a hundred layers, so that like ones can be summed."""
 _NUM_HIGH_MOMENTS = 8
+_NEVER = -(1 << 62)
+Bytes = npt.NDArray[np.int64]
 
-__all__ = ["alive_at", "alive_at_turn", "expand", "moments", "peak_bytes", "place", "price"]
+__all__ = ["alive_at", "alive_at_turn", "expand", "moments", "peak_bytes", "place", "plain_bytes", "price"]
 
 
 @dataclass(slots=True)
@@ -76,6 +81,57 @@ class _Live:
         self.by_cause["temporary"] += num_bytes
 
 
+class Tally:
+    """Adds up live bytes as `_Live.apply` does, without keeping who is alive: the planner asks all the time."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._ops = graph.ops
+        self._size = [storage.num_bytes for storage in graph.storages]
+        self._new: list[set[int]] = [set() for _ in graph.ops]
+        for storage in graph.storages:
+            if storage.born != BEFORE_STEP and storage.index in graph.ops[storage.born].outputs:
+                self._new[storage.born].add(storage.index)
+
+    def run(self, events: Iterable[Event], total: int, saved: set[tuple[int, int]]) -> tuple[int, int]:
+        """Let events happen.
+
+        Args:
+            events: In order.
+            total: What is alive before them, bytes.
+            saved: Pairs of storage and region that stores it; grows.
+
+        Returns:
+            Bytes at the highest moment, and after the last event. There may be no moment at all.
+        """
+        size, new = self._size, self._new
+        drop, recompute, hold, release, save = _MARKS
+        peak = _NEVER
+        for action, index, storage, _, region, num_bytes in events:
+            if action is drop:
+                total -= size[storage]
+            elif action is save:
+                saved.add((storage, region))
+            elif action is hold:
+                total += num_bytes
+            elif action is release:
+                total -= num_bytes
+            else:
+                op, is_again = self._ops[index], action is recompute
+                for s in new[index]:
+                    if not is_again or (s, region) not in saved:
+                        total += size[s]
+                if total + op.workspace_bytes > peak:
+                    peak = total + op.workspace_bytes
+                if not is_again:
+                    total += op.kept_bytes
+        return peak, total
+
+
+def bytes_at_start(graph: StepGraph) -> int:
+    """What is alive before the first op."""
+    return sum(s.num_bytes for s in graph.storages if s.born == BEFORE_STEP) + graph.hidden_bytes
+
+
 def peak_bytes(graph: StepGraph, schedule: Schedule) -> int:
     """Largest live bytes of a schedule.
 
@@ -86,32 +142,28 @@ def peak_bytes(graph: StepGraph, schedule: Schedule) -> int:
     Returns:
         Bytes, once per living copy of a storage, kernel workspace included.
     """
-    # The planner's innermost question: what `_Live.apply` adds up, without keeping who is alive.
-    size = [storage.num_bytes for storage in graph.storages]
-    born = [storage.born for storage in graph.storages]
-    new = [{s for s in op.outputs if born[s] == op.index} for op in graph.ops]
-    total = sum(s.num_bytes for s in graph.storages if s.born == BEFORE_STEP) + graph.hidden_bytes
-    drop, recompute, hold, release, save = _MARKS
-    peak, saved = total, set[tuple[int, int]]()
-    for action, index, storage, _, region, num_bytes in schedule.events:
-        if action is drop:
-            total -= size[storage]
-        elif action is save:
-            saved.add((storage, region))
-        elif action is hold:
-            total += num_bytes
-        elif action is release:
-            total -= num_bytes
-        else:
-            op, is_again = graph.ops[index], action is recompute
-            for s in new[index]:
-                if not is_again or (s, region) not in saved:
-                    total += size[s]
-            if total + op.workspace_bytes > peak:
-                peak = total + op.workspace_bytes
-            if not is_again:
-                total += op.kept_bytes
-    return peak
+    start = bytes_at_start(graph)
+    return max(start, Tally(graph).run(schedule.events, start, set())[0])
+
+
+def plain_bytes(graph: StepGraph, deaths: Sequence[int]) -> tuple[Bytes, Bytes]:
+    """Live bytes of the plain step while each op runs, and just before each op and at the end.
+
+    Args:
+        graph: The step.
+        deaths: When each storage dies in it.
+    """
+    num_ops = len(graph.ops)
+    born, dead = np.zeros((2, num_ops + 1), np.int64)
+    for storage, death in zip(graph.storages, deaths, strict=True):
+        # Slot 0 of `born` is "before the step", slot t + 1 is "op t".
+        born[storage.born - BEFORE_STEP] += storage.num_bytes
+        if death < num_ops:
+            dead[death] += storage.num_bytes
+    kept = np.cumsum([0, *(op.kept_bytes for op in graph.ops)])
+    between = np.cumsum(born) - np.cumsum(dead) + kept + graph.hidden_bytes
+    workspace = np.array([op.workspace_bytes for op in graph.ops], np.int64)
+    return between[:num_ops] + born[1:] + workspace, between
 
 
 def alive_at_turn(graph: StepGraph, schedule: Schedule) -> tuple[Counter[int], Counter[int]]:

@@ -18,14 +18,14 @@ from autoremat._cost import RegionCost, relative_error, step_seconds
 from autoremat._errors import BudgetInfeasible, UsageError
 from autoremat._floor import floor
 from autoremat._frontier import Frontier, FrontierPoint, NamedPoint
-from autoremat._ledger import expand, peak_bytes, price
+from autoremat._ledger import expand, price
 from autoremat._plan import Plan, Prediction
+from autoremat._prices import Prices
 from autoremat._reasons import Floor
 from autoremat._regions import describe_all
 from autoremat._replay import RegionSpec
 from autoremat._reserved import reserved
 from autoremat._results import AllocatorUsage, MemoryProfile
-from autoremat._schedule import Action
 from autoremat._step_graph import StepGraph
 from autoremat._targets import HERE, Target, find_by_title, get_target, this_machine
 from autoremat._units import format_bytes
@@ -66,7 +66,7 @@ class Planning:
         self.op_seconds = step_seconds(graph, target)
         self.op_cost = self.op_seconds if objective == "time" else tuple(float(op.flops) for op in graph.ops)
         self.total_cost = max(sum(self.op_cost), 1e-30)
-        self._recomputed: dict[tuple[RegionSpec, ...], tuple[int, float]] = {}
+        self._prices = Prices(graph)
         self.region_cost = RegionCost(graph, target)
         self._planner: Planner | None = None
 
@@ -76,17 +76,13 @@ class Planning:
         if self._planner is None:
             around = self.region_cost if self.objective == "time" else None
             self._planner = Planner(
-                self.graph, op_cost=self.op_cost, price=self._price, region_cost=around, flat=self.for_compile
+                self.graph,
+                op_cost=self.op_cost,
+                price=self._prices.peak_bytes,
+                region_cost=around,
+                flat=self.for_compile,
             )
         return self._planner
-
-    def _price(self, specs: Sequence[RegionSpec]) -> int:
-        """Peak of the step with these regions; what they recompute is written down on the way."""
-        schedule = expand(self.graph, specs)
-        again = [event.op for event in schedule.events if event.action is Action.RECOMPUTE]
-        flops, seconds = sum(self.graph.ops[i].flops for i in again), sum(self.op_seconds[i] for i in again)
-        self._recomputed[tuple(specs)] = flops, seconds
-        return peak_bytes(self.graph, schedule)
 
     def plan(self, budget_bytes: int) -> Plan:
         """The plan for a budget.
@@ -170,7 +166,8 @@ class Planning:
         )
 
     def _point(self, solution: Solution) -> FrontierPoint:
-        flops, seconds = self._recomputed[solution.regions]
+        again = self._prices.recomputed(solution.regions)
+        flops, seconds = sum(self.graph.ops[i].flops for i in again), sum(self.op_seconds[i] for i in again)
         plain_s = max(1e-30, sum(self.op_seconds))
         seconds += self.region_cost.total(solution.regions)
         return FrontierPoint(

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from autoremat._expand import Expansion
 from autoremat._ledger import expand, peak_bytes
+from autoremat._prices import Prices
 from autoremat._replay import RegionSpec
 from autoremat.solve import Planner
 from autoremat.solve._options import enumerate_options
+from autoremat.solve._program import Program
 from strategies import Recipe, build_step
 
 LAYER: Recipe = (("norm", 0, 4), ("call", (("linear", 0, 16), ("gelu", 0, 16), ("linear", 0, 4)), 0), ("add", 2, 4))
@@ -43,3 +46,35 @@ def test_equal_layers_are_solved_once_and_share_the_states_of_the_table(monkeypa
     assert many[0] == few[0]
     assert many[1] <= 2 * few[1]
     assert max(few[2], many[2]) <= 80
+
+
+def test_what_a_region_does_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked_out: list[RegionSpec] = []
+
+    def counted(graph: Any, specs: Sequence[RegionSpec], **more: Any) -> Any:
+        worked_out.extend(specs)
+        return Expansion(graph, specs, **more)
+
+    monkeypatch.setattr("autoremat._prices.Expansion", counted)
+    graph = build_step(tuple((f"h.{i}", LAYER) for i in range(12)), loss_bytes=20)
+    Planner(graph, op_cost=[float(op.flops) for op in graph.ops], price=Prices(graph).peak_bytes).frontier(8)
+    assert len(worked_out) == len(set(worked_out)) > 12
+
+
+def test_no_program_is_solved_for_the_bound_of_a_plan_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+
+    def counted(self: Program, limit_bytes: int) -> tuple[float, float]:
+        solved.append(limit_bytes)
+        return optimum(self, limit_bytes)
+
+    optimum = Program.optimum
+    monkeypatch.setattr(Program, "optimum", counted)
+    graph = build_step(tuple((f"h.{i}", LAYER) for i in range(12)), loss_bytes=20)
+    planner = Planner(graph, op_cost=[float(op.flops) for op in graph.ops], price=Prices(graph).peak_bytes)
+    free = planner.plan((9 * planner.plain_bytes + planner.smallest_bytes) // 10)
+    assert free.regions
+    assert free.cost == free.bound == 0
+    assert not solved
+    assert planner.plan(planner.smallest_bytes).bound > 0
+    assert solved

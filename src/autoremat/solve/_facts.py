@@ -14,8 +14,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from autoremat._ledger import plain_bytes
 from autoremat._replay import GATHER
-from autoremat._step_graph import BEFORE_STEP, SavedTensor, StepGraph
+from autoremat._step_graph import SavedTensor, StepGraph
 
 _TIE_SHARE = 1e-5
 """What moving every byte of the step once more counts for, as a share of the cost of the step."""
@@ -123,7 +124,7 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         for storage_index in op.inputs:
             if storage_index in readers_of:
                 readers_of[storage_index].append(op.index)
-    during, between = _live_bytes(graph, deaths)
+    during, between = plain_bytes(graph, deaths)
     return Facts(
         graph=graph,
         deaths=tuple(deaths),
@@ -151,21 +152,6 @@ def _first_unpacks(graph: StepGraph) -> dict[int, int]:
             found[call] = min(found.get(call, len(graph.ops)), record.unpacked or 0)
             call = graph.calls[call].parent
     return found
-
-
-def _live_bytes(graph: StepGraph, deaths: list[int]) -> tuple[Bytes, Bytes]:
-    num_ops = len(graph.ops)
-    born = np.zeros(num_ops + 1, np.int64)
-    dead = np.zeros(num_ops + 1, np.int64)
-    for storage, death in zip(graph.storages, deaths, strict=True):
-        # Slot 0 of `born` is "before the step", slot t + 1 is "op t".
-        born[storage.born - BEFORE_STEP] += storage.num_bytes
-        if death < num_ops:
-            dead[death] += storage.num_bytes
-    kept = np.cumsum([0, *(op.kept_bytes for op in graph.ops)])
-    between = np.cumsum(born) - np.cumsum(dead) + kept + graph.hidden_bytes
-    workspace = np.array([op.workspace_bytes for op in graph.ops], np.int64)
-    return between[:num_ops] + born[1:] + workspace, between
 
 
 def _micro_steps(graph: StepGraph) -> tuple[tuple[int, int], ...]:
