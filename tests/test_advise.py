@@ -394,6 +394,7 @@ def test_the_tables_are_for_80_columns(activation_bound):
     names = [*(row.name for row in activation_bound.rows), *(row.effort for row in activation_bound.rows)]
     assert {word for name in names for word in name.split()} <= words, "no word is broken"
     assert f"{len(activation_bound.rows)} mixed" in text
+    assert ("may have positions for fewer tokens" in " ".join(text.split())) == ("longest" in words)
 
 
 def test_the_picture_shows_every_way(activation_bound, tmp_path):

@@ -51,6 +51,12 @@ def test_the_commands_and_their_options_are_these():
     assert found == OPTIONS
 
 
+def test_help_has_no_line_breaks_of_the_source(run):
+    _, out, _ = run("run", "--help")
+    lines = out[out.index(" The script runs") : out.index("autoremat could not")].splitlines()
+    assert min(len(line.rstrip()) for line in lines[:-1]) > 60
+
+
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_help_has_an_example_that_parses_and_explains_words(run, name):
     code, out, _ = run(name, "--help")

@@ -15,6 +15,8 @@ import colours
 import synthetic
 from autoremat import Plan, Region, UsageError, _tables
 from autoremat._figures import DARK, LIGHT, MAX_POINTS, memory_file
+from autoremat._frontier import NamedPoint
+from autoremat._plan import CallName
 from autoremat._report import render_report
 from autoremat._report_data import highest, section_data
 from autoremat._step_graph import CAUSES
@@ -193,8 +195,8 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch):
         memory_file([("Plain", synthetic.profile())], kind="png")
 
 
-def _text(table) -> str:
-    console = Console(width=100, record=True, file=__import__("io").StringIO())
+def _text(table, width=100) -> str:
+    console = Console(width=width, record=True, file=__import__("io").StringIO())
     console.print(table)
     return console.export_text()
 
@@ -219,6 +221,26 @@ def test_like_regions_share_a_row():
         ("(the whole model)", 1, 0, "1 region inside"),
     ]
     assert "3 regions" in _text(_tables.regions_table(Plan(regions=synthetic.plan(num_regions=3).regions)))
+
+
+def test_extra_time_says_if_it_was_not_minimised():
+    for objective, note in (("flops", "predicted; FLOPs were minimised"), ("time", "predicted")):
+        made = dataclasses.replace(synthetic.plan(), objective=objective)
+        page = render_report([dataclasses.replace(synthetic.section(), plan=made)])
+        assert re.search(rf"extra time</?[^+]*\+[\d.]+ %<[^>]*><[^>]*>{note}<", page), objective
+
+
+def test_a_span_is_named_by_both_its_ends():
+    spans = [Region(path=f"h.{i}.norm", then=(CallName(f"h.{i}.mlp"),)) for i in (0, 1, 3)]
+    rows = _tables.region_rows((*spans, Region(path="drop", then=(CallName("h.7"),))))
+    assert [row[:2] for row in rows] == [("h.{0-1,3}.norm .. h.{0-1,3}.mlp", 3), ("drop .. h.7", 1)]
+    assert "h.{0-1,3}.norm .. h.{0-1,3}.mlp" in _text(_tables.regions_table(Plan(regions=tuple(spans))))
+
+
+def test_numbers_and_units_are_not_torn_apart_in_80_columns():
+    point = NamedPoint("save:attention+matmuls", 78 * 2**20, 0.304, 0.519)
+    text = _text(_tables.classics_table(dataclasses.replace(synthetic.frontier(), classics=(point,))), width=80)
+    assert re.search(r"78.0 MiB .*\+30.4 % │ +\+51.9 %", text)
 
 
 def test_the_verify_table():

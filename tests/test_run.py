@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import signal
 import subprocess
@@ -116,6 +117,10 @@ def test_a_script_computes_the_same_and_keeps_the_budget(kind, run, script, tmp_
     assert max(peaks) <= 1_300_000
     plan = Plan.load("plan.json")
     assert plan.regions
+    said = (
+        r"autoremat: \d plans? in [\d.]+ m?s; the largest step takes 1.\d\d MiB of 1.24 MiB \(predicted; plain 1.\d\d"
+    )
+    assert re.search(said, err)
     assert plan.plain.peak_bytes > 1_300_000
     if kind == "loop":
         code, _, _ = run("--plan", "plan.json", name, "again.json")

@@ -144,6 +144,14 @@ def test_other_budgets_are_the_planners(reasoned, curve):
     assert str(round(100 * reasons.more.overhead_flops, 1)) in reasons.next_step
 
 
+def test_a_region_that_only_stores_other_outputs_is_said_to(reasoned):
+    more = dataclasses.replace(reasoned[2].more, without=("h.0", "h.1", "x"), instead=("h.0", "h.1", "y"))
+    row = _why_tables._budget_row(reasoned[2], more)
+    assert row[-1] == "without x; instead y; other stored outputs in h.{0-1}"
+    same = dataclasses.replace(more, without=("h.0",), instead=("h.0",))
+    assert _why_tables._budget_row(reasoned[2], same)[-1] == "other stored outputs in h.0"
+
+
 def test_a_step_that_buys_nothing_grows_to_the_next_cheaper_plan(built, curve):
     plan = curve.plan(curve.smallest_bytes)
     more = ar.why(built[2], plan, step=1).more

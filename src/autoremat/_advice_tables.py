@@ -73,6 +73,8 @@ def _decision_table(advice: Advice) -> Table:
     for number, row in enumerate(rows, 1):
         table.add_row(_number(advice, number), *(row[n] for n in shown), style="" if row["fits"] == "yes" else "dim")
     table.caption = f"Times are predictions, within {format_percent(advice.time_error)}; peaks are allocated bytes."
+    if "longest sequence" in shown:
+        table.caption += " Sequences: what memory allows; a model may have positions for fewer tokens."
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import typer
@@ -43,6 +44,8 @@ def teach(app: typer.Typer) -> None:
     """Put example and words under the help of each command."""
     for command in app.registered_commands:
         callback: Any = command.callback
+        paragraphs = (inspect.getdoc(callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(text.split()) for text in paragraphs)  # lines of the source are not kept
         lesson = LESSONS.get(command.name or callback.__name__)
         if lesson is not None:
             example, words = lesson

@@ -152,7 +152,8 @@ def _cards(section: ReportSection) -> str:
             what = " reserved" if plan.budget_is == "reserved" else ""
             cards.append((f"budget{what}", format_bytes(plan.budget_bytes), plan.target))
         cards.append(("extra FLOPs", f"+{format_percent(plan.overhead_flops or 0)}", format_flops(planned.flops)))
-        cards.append(("extra time", f"+{format_percent(plan.overhead_s or 0)}", "predicted"))
+        minimised = "; FLOPs were minimised" if plan.objective == "flops" else ""
+        cards.append(("extra time", f"+{format_percent(plan.overhead_s or 0)}", f"predicted{minimised}"))
         if plan.bound is not None and plan.gap is not None:
             what = "time" if plan.objective == "time" else "FLOPs"
             least = f"least is +{format_percent(plan.bound)}, proved"

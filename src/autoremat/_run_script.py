@@ -25,10 +25,11 @@ from torch import nn
 
 from autoremat._device_memory import is_out_of_memory
 from autoremat._enable import enable, enabled
+from autoremat._enabled import Enabled
 from autoremat._errors import AutorematError, UsageError
 from autoremat._monitor import Monitor
 from autoremat._plan import Plan
-from autoremat._units import parse_bytes
+from autoremat._units import format_bytes, format_percent, format_seconds, parse_bytes
 from autoremat.runtime import apply
 
 
@@ -131,6 +132,7 @@ class _Run:
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self.model: nn.Module | None = None
+        self._enabled: Enabled | None = None
         self.monitor: Monitor | None = None
         self.refusal: AutorematError | None = None
 
@@ -143,6 +145,7 @@ class _Run:
                 apply(model, wanted.plan)
             else:
                 enable(model, wanted.budget)
+                self._enabled = enabled(model)
             if wanted.monitor is not None:
                 self.monitor = Monitor(model, **wanted.monitor).__enter__()
         except AutorematError as error:
@@ -153,11 +156,23 @@ class _Run:
         """Write what is to be written."""
         if self.monitor is not None:
             self.monitor.close()
-        path = self._wanted.save_plan
-        if path is not None and self.model is not None:
-            made = enabled(self.model).plans
-            if made:
-                max(made, key=lambda p: p.plain.peak_bytes if p.plain else 0).save(path)
+        made = self._enabled.plans if self._enabled is not None else ()
+        if made and self._enabled is not None:
+            largest = max(made, key=lambda p: p.plain.peak_bytes if p.plain else 0)
+            if self._wanted.save_plan is not None:
+                largest.save(self._wanted.save_plan)
+            sys.stderr.write(f"autoremat: {_in_words(largest, len(made), self._enabled)}\n")
+
+
+def _in_words(largest: Plan, num_plans: int, state: Enabled) -> str:
+    assert largest.plain is not None
+    assert largest.planned is not None
+    plans = "1 plan" if num_plans == 1 else f"{num_plans} plans"
+    return (
+        f"{plans} in {format_seconds(state.planning_s)}; the largest step takes "
+        f"{format_bytes(largest.planned.peak_bytes)} of {format_bytes(state.budget_bytes or 0)} (predicted; plain "
+        f"{format_bytes(largest.plain.peak_bytes)}), +{format_percent(largest.overhead_flops or 0)} FLOPs"
+    )
 
 
 def run_script(script: Path, arguments: list[str], wanted: Wanted) -> None:

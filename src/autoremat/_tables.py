@@ -22,6 +22,8 @@ MAX_POINTS = 24
 """How many points a table of a `Frontier` lists."""
 MAX_DIFFERENCES = 20
 """How many differences a table of `VerifyReport` lists."""
+TO = " .. "
+"""Between the first and the last of a span, as in `Region.name`."""
 MAX_LIVE_ROWS = 12
 """How many kinds of living storages a table lists."""
 MAX_LAYER_DEPTH = 2
@@ -123,15 +125,18 @@ def region_rows(regions: Iterable[Region]) -> list[tuple[str, int, int, str]]:
     """Regions in words: paths that differ in one number together, how many, bytes stored in each, what is stored.
 
     Example:
+        >>> from autoremat._plan import CallName
         >>> region_rows([Region(path="layers.0"), Region(path="layers.1"), Region(path="layers.4")])
         [('layers.{0-1,4}', 3, 0, 'inputs only')]
+        >>> region_rows(Region(path=f"h.{i}.norm", then=(CallName(f"h.{i}.mlp"),)) for i in range(3))
+        [('h.{0-2}.norm .. h.{0-2}.mlp', 3, 0, 'inputs only')]
     """
     groups: dict[tuple[str, int, str], list[Region]] = {}
     for region in regions:
-        alike = (general_path(region.path), sum(s.num_bytes for s in region.saved), _outputs(region))
+        alike = (general_path(_ends(region)), sum(s.num_bytes for s in region.saved), _outputs(region))
         groups.setdefault(alike, []).append(region)
     return [
-        (common_path(general, [region.path for region in found]), len(found), num_bytes, outputs)
+        (common_path(general, [_ends(region) for region in found]), len(found), num_bytes, outputs)
         for (general, num_bytes, outputs), found in groups.items()
     ]
 
@@ -172,7 +177,10 @@ def classics_table(curve: Frontier) -> Table:
     table = Table(title="schedules by name", title_justify="left", title_style="bold")
     for name in ("schedule", "peak", "of plain", "extra FLOPs", "extra time", "ours: FLOPs", "ours: time"):
         is_name = name == "schedule"
-        table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
+        width = None if is_name else len("78.3 MiB") if name == "peak" else len("+35.2 %")
+        table.add_column(
+            name, justify="left" if is_name else "right", overflow="fold", min_width=width, max_width=width
+        )
     for named in curve.classics:
         ours = curve.point(named.peak_bytes)
         table.add_row(
@@ -342,18 +350,35 @@ def _with_overhead(text: str, overhead: float | None) -> str:
     return text if overhead is None else f"{text} (+{format_percent(overhead)})"
 
 
+def _ends(region: Region) -> str:
+    """The path of a region, or the first and the last of a span."""
+    return f"{region.path}{TO}{region.then[-1].path}" if region.then else region.path
+
+
 def general_path(path: str) -> str:
-    """A path with ``*`` for its first number; paths that agree in this are written together."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path, count=1) or "(the whole model)"
+    """A path with ``*`` for its first number; paths that agree in this are written together.
+
+    Example:
+        >>> general_path("h.0.attn.0"), general_path("h.0.norm .. h.0.mlp"), general_path("h.0 .. h.3")
+        ('h.*.attn.0', 'h.*.norm .. h.*.mlp', 'h.* .. h.3')
+    """
+    first, to, last = path.partition(TO)
+    found = re.search(r"(^|\.)(\d+)(\.|$)", first)
+    if found:
+        start, end = found.span(2)
+        if last.startswith(first[: end + 1]):  # of the same layer
+            last = f"{first[:start]}*{last[end:]}"
+        first = f"{first[:start]}*{first[end:]}"
+    return first + to + last or "(the whole model)"
 
 
 def common_path(general: str, paths: list[str]) -> str:
     """The general path with the numbers that occur in place of its ``*``."""
-    prefix, star, suffix = general.partition("*")
+    prefix, star, _ = general.partition("*")
     if not star:
         return general
-    numbers = sorted({int(path[len(prefix) : len(path) - len(suffix)]) for path in paths})
-    return f"{prefix}{{{_ranges(numbers)}}}{suffix}" if len(numbers) > 1 else f"{prefix}{numbers[0]}{suffix}"
+    numbers = sorted({int(re.match(r"\d+", path[len(prefix) :])[0]) for path in paths})  # type: ignore[index]
+    return general.replace("*", f"{{{_ranges(numbers)}}}" if len(numbers) > 1 else str(numbers[0]))
 
 
 def _ranges(numbers: list[int]) -> str:

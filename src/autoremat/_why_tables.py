@@ -88,8 +88,17 @@ def _budget_row(reasons: Reasons, other: OtherBudget) -> tuple[str, ...]:
         f"+{format_percent(other.overhead_s)}",
         f"+{format_percent(other.bound)}",
         str(other.num_regions),
-        f"without {_names(other.without)}; instead {_names(other.instead)}",
+        _changes(other),
     )
+
+
+def _changes(other: OtherBudget) -> str:
+    """What another plan has in place of regions of this one; where both have a region, it stores other outputs."""
+    both = [name for name in other.without if name in other.instead]
+    without, instead = ([name for name in names if name not in both] for names in (other.without, other.instead))
+    changes = [f"without {_names(without)}; instead {_names(instead)}"] if without or instead else []
+    changes += [f"other stored outputs in {_names(both)}"] if both else []
+    return "; ".join(changes) or "nothing"
 
 
 def _names(names: Sequence[str]) -> str:
