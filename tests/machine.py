@@ -27,6 +27,8 @@ class Machine:
         self.clock = 0
         self.numbers = 0
         """Bytes that autograd keeps where no hook sees them."""
+        self.passing = 0
+        """Bytes of outputs that the last op made again although the region stores them."""
         self.alive: dict[int, dict[int, int]] = defaultdict(dict)
         """Content hash by storage and living generation."""
         self.saved_by: dict[int, set[int]] = defaultdict(set)
@@ -52,7 +54,7 @@ class Machine:
                 self._apply(event)
             except AssertionError as error:
                 raise AssertionError(f"event {position}, {event}: {error}") from error
-            peak = max(peak, self.live_bytes()) if event.op >= 0 else peak
+            peak = max(peak, self.live_bytes() + self.passing) if event.op >= 0 else peak
             if event.op >= 0 and event.action is not Action.RECOMPUTE:
                 self.numbers += self.graph.ops[event.op].kept_bytes
         self._check_end()
@@ -65,6 +67,7 @@ class Machine:
         return lives + sum(self.held.values()) + self.numbers
 
     def _apply(self, event: Event) -> None:
+        self.passing = 0
         match event.action:
             case Action.FORWARD | Action.BACKWARD | Action.OPTIMIZER:
                 self._run(event)
@@ -144,7 +147,9 @@ class Machine:
             assert is_fresh or graph.storages[s].cause in _CONSTANT, f"changes storage {s} a second time"
         content = self._compute(op)
         for position, s in enumerate(dict.fromkeys(op.outputs)):
-            if graph.storages[s].born == op.index and event.region not in self.saved_by[s]:
+            if graph.storages[s].born == op.index and event.region in self.saved_by[s]:
+                self.passing += graph.storages[s].num_bytes
+            elif graph.storages[s].born == op.index:
                 generation = self._depth(event.region) + 1
                 assert generation not in self.alive[s], f"storage {s} is born twice"
                 self.alive[s][generation] = hash((content, "out", position))

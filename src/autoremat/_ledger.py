@@ -59,12 +59,14 @@ class _Live:
         action = event.action
         if action in _RUNS:
             op = self.graph.ops[event.op]
+            passing = op.workspace_bytes
             for s in dict.fromkeys(op.outputs):
-                if self.graph.storages[s].born == event.op and (
-                    action is not Action.RECOMPUTE or event.region not in self.saved_by.get(s, ())
-                ):
-                    self._add(s, 1)
-            point = self.total + op.workspace_bytes
+                if self.graph.storages[s].born == event.op:
+                    if action is Action.RECOMPUTE and event.region in self.saved_by.get(s, ()):
+                        passing += self.graph.storages[s].num_bytes  # made again, and the stored one taken instead
+                    else:
+                        self._add(s, 1)
+            point = self.total + passing
             if action is not Action.RECOMPUTE:
                 self._change(op.kept_bytes)
             return point
@@ -117,11 +119,14 @@ class Tally:
                 total -= num_bytes
             else:
                 op, is_again = self._ops[index], action is recompute
+                passing = op.workspace_bytes
                 for s in new[index]:
-                    if not is_again or (s, region) not in saved:
+                    if is_again and (s, region) in saved:
+                        passing += size[s]
+                    else:
                         total += size[s]
-                if total + op.workspace_bytes > peak:
-                    peak = total + op.workspace_bytes
+                if total + passing > peak:
+                    peak = total + passing
                 if not is_again:
                     total += op.kept_bytes
         return peak, total

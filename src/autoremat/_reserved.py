@@ -145,11 +145,15 @@ class _Replay:
         op = self.graph.ops[event.op]
         recomputes = event.action is Action.RECOMPUTE
         generation = generations[event.region] if recomputes else 0
+        passing = []
         for s in dict.fromkeys(op.outputs):
             storage = self.graph.storages[s]
-            if storage.born == event.op and not (recomputes and event.region in saved_by[s]):
-                self.live[s, generation] = None
+            if storage.born == event.op:
                 yield Allocate((s, generation), storage.num_bytes)
+                if recomputes and event.region in saved_by[s]:
+                    passing.append((s, generation))
+                else:
+                    self.live[s, generation] = None
         if self.blas_workspace_bytes and _is_blas(op):
             thread = event.action in _ON_AUTOGRAD_THREAD
             if thread not in self.blas_threads:
@@ -158,6 +162,8 @@ class _Replay:
         if op.workspace_bytes:
             yield Allocate("workspace", op.workspace_bytes)
             yield Free("workspace")
+        for key in passing:
+            yield Free(key)
 
     def _drop(self, key: tuple[int, int]) -> Iterator[Free]:
         if key in self.live:

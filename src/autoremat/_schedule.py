@@ -20,7 +20,8 @@ class Action(Enum):
     FORWARD = "forward"
     """Run an op for the first time; its new storages come to life (generation 0)."""
     RECOMPUTE = "recompute"
-    """Run an op of a region again; its new storages that the region did not SAVE come to life once more."""
+    """Run an op of a region again; its new storages come to life once more: those that the region did SAVE only while
+    it runs."""
     BACKWARD = "backward"
     """Run an op of the backward pass."""
     OPTIMIZER = "optimizer"

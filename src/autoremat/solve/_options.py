@@ -203,14 +203,18 @@ def _recompute_bytes(facts: Facts, inner: Inner, kept: frozenset[int], work: Rep
         for clock in [c for c in dying if c <= index]:
             live -= dying.pop(clock)
         op = graph.ops[index]
+        passing = op.workspace_bytes
         for s in dict.fromkeys(op.outputs):
             storage = graph.storages[s]
-            if storage.born != index or s in kept:
+            if storage.born != index:
+                continue
+            if s in kept:
+                passing += storage.num_bytes
                 continue
             live += storage.num_bytes
             if s not in inner.needed:
                 dying[storage.last_ref] = dying.get(storage.last_ref, 0) + storage.num_bytes
-        peak = max(peak, live + op.workspace_bytes)
+        peak = max(peak, live + passing)
     return peak
 
 
