@@ -142,10 +142,16 @@ class Tape:
         return index
 
     def _links(self, inputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """Arguments that the last call with the same parent to return them returned."""
-        parent = self.stack[-1] if self.stack else -1
-        makers = {s: c["index"] for c in self.calls if c["parent"] == parent for s in c.get("outputs", ())}
-        return tuple((s, makers[s]) for s in inputs if s in makers)
+        """Arguments that earlier calls returned, unchanged since."""
+        return tuple(
+            (s, c["index"])
+            for s in inputs
+            for c in self.calls
+            if s in c.get("outputs", ()) and self._is_as_returned(s, c)
+        )
+
+    def _is_as_returned(self, storage: int, call: dict[str, Any]) -> bool:
+        return not any(storage in op.mutates for op in self.ops[call["end"] :])
 
     def leave(self, *outputs: int) -> None:
         """Return from the innermost call; its arguments and results were referred to up to here."""

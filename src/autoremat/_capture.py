@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._stack: list[int] = []
-        self._returned: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._returned: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], int]] = {}
         self._call = 0
         self._fake_kernels = None if mode is None else FakeKernels(mode)
         self._copies: dict[int, tuple[int, Any]] = {}
@@ -426,7 +426,7 @@ class Recorder(TorchDispatchMode):
         """The innermost running forward returns."""
         index = self._stack.pop()
         for x in _tensors_in(output):
-            self._returned[id(x)] = (weakref.ref(x), index, x._version)
+            self._returned[id(x)] = (weakref.ref(x), (*self._sources_of(x), index), x._version)
         self.recording.calls[index] = dataclasses.replace(
             self.recording.calls[index], end=self.recording.clock, outputs=self._storages_in(output)
         )
@@ -437,21 +437,19 @@ class Recorder(TorchDispatchMode):
         return _unique([s for s in found if s is not None])
 
     def _links_in(self, arguments: Any) -> tuple[tuple[int, int], ...]:
-        """Arguments that an earlier call with the same parent returned; all that share a storage, or none."""
+        """Arguments that earlier calls returned; all that share a storage, or none."""
         sources: dict[int, set[int]] = {}
         for x in _tensors_in(arguments):
             storage = self.storage_index(x)
             if storage is not None and storage >= 0:
-                sources.setdefault(storage, set()).add(self._source_of(x))
-        return tuple((s, min(found)) for s, found in sources.items() if len(found) == 1 and min(found) >= 0)
+                found = set(self._sources_of(x))
+                sources[storage] = sources.get(storage, found) & found
+        return tuple((s, source) for s, found in sources.items() for source in sorted(found))
 
-    def _source_of(self, tensor: Tensor) -> int:
-        """The sibling of the call that starts now which returned this tensor, -1 if none did."""
-        reference, source, version = self._returned.get(id(tensor), (None, -1, 0))
-        if reference is None or reference() is not tensor or version != tensor._version:
-            return -1
-        parent = self._stack[-1] if self._stack else -1
-        return source if self.recording.calls[source].parent == parent else -1
+    def _sources_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Calls that returned this tensor, unchanged since: one inside the other, or one that passed it on."""
+        reference, sources, version = self._returned.get(id(tensor), (None, (), 0))
+        return sources if reference is not None and reference() is tensor and version == tensor._version else ()
 
 
 class _ModuleHooks:

@@ -81,11 +81,11 @@ class CallName:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Region:
-    """A module call, or a span of sibling calls, whose saved tensors are dropped and recomputed in backward.
+    """A module call, or a span of calls, whose saved tensors are dropped and recomputed in backward.
 
-    The calls of a span are made by one and the same ``forward``, which may be anybody's. What it does between them is
-    not part of the region. An argument that is the very tensor which an earlier call of the span returned is made
-    again by recompute; every other argument is stored.
+    The calls of a span follow one another in one forward of the model, none inside another; they may be made by several
+    modules. What forward does between them is not part of the region. An argument that is the very tensor which an
+    earlier call of the span returned is made again by recompute; every other argument is stored.
 
     Attributes:
         path: Module path.

@@ -105,8 +105,8 @@ def resolve(graph: StepGraph, plan: Plan) -> list[RegionSpec]:
 
     Raises:
         PlanMismatch: If a region or a stored output is not in the step; names it.
-        PlanError: If the calls of a span are not made one after the other by one forward, or a region has sharded
-            units inside it: it can be applied, not priced.
+        PlanError: If the calls of a span are not made one after the other by one forward of the model, or a region
+            has sharded units inside it: it can be applied, not priced.
     """
     by_path: _CallsByPath = defaultdict(list)
     for call in graph.calls:
@@ -130,11 +130,11 @@ def _resolve(
         calls = [call]
         for name in names[1:]:
             following = _calls_named(by_path, name, within)
-            found = next((c for c in following if c.start >= calls[-1].end and c.parent == call.parent), None)
+            found = next((c for c in following if _follows(graph, c, calls[-1])), None)
             if found is None:
                 raise PlanError(
                     f"Region {region.name!r}: no call of {name.path!r} follows that of {calls[-1].path!r} in the same "
-                    f"forward of {graph.model}. A span consists of calls made one after the other by one module."
+                    f"forward of {graph.model}. A span consists of calls made one after the other."
                 )
             calls.append(found)
         indices = tuple(c.index for c in calls)
@@ -152,6 +152,14 @@ def _resolve(
             children=tuple(sorted(children, key=lambda spec: graph.calls[spec.call].start)),
             is_whole=not region.saved and not region.skipped,
         )
+
+
+def _follows(graph: StepGraph, call: ModuleCall, before: ModuleCall) -> bool:
+    """Whether a call may be the next of a span: later, and in the same forward of every module around both."""
+    if call.index not in range(graph.subtree(before.index).stop, len(graph.calls)):
+        return False
+    around, others = (set(graph.ancestors(c.index)) for c in (call, before))
+    return {graph.calls[c].path for c in around - others}.isdisjoint(graph.calls[c].path for c in others - around)
 
 
 def _calls_named(by_path: _CallsByPath, name: CallName, within: Extent | None) -> list[ModuleCall]:

@@ -4,8 +4,8 @@ The rules are those of the runtime: ops run again in forward order up to the las
 region; an op is left out if its outputs are stored, or if nothing that runs or is needed reads them ("no dead
 replay"); in-place ops on a stored tensor are left out too, since it is stored in its final state.
 
-A region is one module call or a *span* of sibling calls. What the calling module's forward does between the calls of
-a span is not part of it: it does not run again. An argument that is the very tensor an earlier call of the span
+A region is one module call or a *span* of calls, in one module or in several. What forward does between the calls of a
+span is not part of it: it does not run again. An argument that is the very tensor an earlier call of the span
 returned is *linked*: recompute makes it. Any other argument is stored.
 
 Source of the liveness rule: planner formulation 1, ``r_u >= r_o - x_u`` for each edge u -> o.
@@ -32,7 +32,7 @@ class RegionSpec:
     Attributes:
         call: Index of the (first) module call.
         kept: Storages born in the region that are stored until its recompute.
-        then: Further calls with the same parent, in order, that are recomputed together with the first.
+        then: Further calls, in order, none inside another, that are recomputed together with the first.
         children: Regions inside this one: dropped again by its recompute.
         is_whole: Whether recompute runs every op up to its stop, as a plan does that lists nothing to skip.
     """

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -145,8 +146,8 @@ class ModuleCall:
         end: Clock when it returned: its ops are ``ops[start:end]``.
         inputs: Storages of the tensors among its arguments.
         outputs: Storages of the tensors that it returned.
-        links: Arguments that are the very tensors which an earlier call with the same parent returned, unchanged
-            since: storage and index of that call.
+        links: Arguments that are the very tensors which an earlier call returned, unchanged since: storage and index
+            of that call; several for a storage where a call returned what one inside it had returned.
     """
 
     index: int
@@ -227,3 +228,10 @@ class StepGraph:
         while stop < len(self.calls) and self.calls[stop].parent >= call:
             stop += 1
         return range(call, stop)
+
+    def ancestors(self, call: int) -> Iterator[int]:
+        """Indices of the calls that a module call is made in, innermost first."""
+        parent = self.calls[call].parent
+        while parent >= 0:
+            yield parent
+            parent = self.calls[parent].parent

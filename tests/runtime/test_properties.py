@@ -22,7 +22,7 @@ OPS = (
     "linear", "shared", "tanh", "relu_", "dropout", "skip", "norm", "add_", "view", "chunk", "mask", "branch",
     "counter", "buffer", "exp", "detach", "softmax",
 )  # fmt: skip
-KINDS = ("none", "whole", "selective", "children", "spans", "spans of blocks")
+KINDS = ("none", "whole", "selective", "children", "spans", "spans of blocks", "spans across blocks")
 """What regions a plan has in a block."""
 
 
@@ -142,8 +142,12 @@ def check(shape, choice):
     seed()
     model = Net(shape).train()
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
-    if choose.random() < 0.3:
+    kind = choose.random()
+    if kind < 0.2:
         kinds, regions = ["spans of blocks"] * len(shape), spans(choose, [f"inner.{i}" for i in range(len(shape))])
+    elif kind < 0.4:
+        layers = [f"inner.{i}.layers.{j}" for i, (ops, _) in enumerate(shape) for j in range(len(ops))]
+        kinds, regions = ["spans across blocks"] * len(shape), spans(choose, layers)
     else:
         kinds, found = zip(*[block_regions(choose, shape, i, model, x) for i in range(len(shape))], strict=True)
         regions = itertools.chain.from_iterable(found)

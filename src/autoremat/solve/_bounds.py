@@ -166,6 +166,7 @@ def _event(
     never, always = -1, len(facts.graph.ops)
     inner = Inner(
         calls=(root,),
+        written=(root,),
         start=span.start,
         end=span.end,
         at=always,

@@ -64,14 +64,8 @@ def classic_regions(graph: StepGraph, name: str) -> tuple[RegionSpec, ...] | Non
 
 def block_stacks(graph: StepGraph) -> list[tuple[int, ...]]:
     """The blocks of a model, as runs of sibling calls, in order of execution."""
-    saving = {inner for record in graph.saved for inner in _around(graph, record.call)}
+    saving = {call for record in graph.saved for call in (record.call, *graph.ancestors(record.call))}
     return [run for call in graph.calls if call.parent == -1 for run in _stacks_in(graph, call.index, saving)]
-
-
-def _around(graph: StepGraph, call: int) -> Iterator[int]:
-    while call >= 0:
-        yield call
-        call = graph.calls[call].parent
 
 
 def _stacks_in(graph: StepGraph, call: int, saving: set[int]) -> list[tuple[int, ...]]:

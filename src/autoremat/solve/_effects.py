@@ -177,7 +177,7 @@ class Effects:
             if not graph.rng_state_bytes:
                 continue
             work = replay(graph, member.spec(kept[step]), facts.saved_in(*member.calls))
-            for call in member.calls:
+            for call in member.written:
                 held, passing = random_states(graph, graph.calls[call], work)
                 start, end = 2 * graph.calls[call].start + 1, 2 * graph.calls[call].end + 1
                 self._parts.add(column, start, 2 * member.at + 1, held * graph.rng_state_bytes)

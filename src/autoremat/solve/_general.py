@@ -103,6 +103,7 @@ class General:
 
     def __init__(self, problem: Problem) -> None:
         self._facts = problem.facts
+        self._rows = problem.segments.rows
         self.choices = tuple(_choices(problem))
         self.effects = Effects(problem.facts, self.choices)
         costs = [option.weight * len(c.candidate.members) for c in self.choices for option in c.options]
@@ -134,7 +135,7 @@ class General:
 
     def _regions(self, columns: set[int]) -> tuple[RegionSpec, ...]:
         specs = [
-            member.spec(kept)
+            self._rows.folded(member.spec(kept))
             for choice in self.choices
             for column, stored in zip(choice.columns, choice.kept, strict=True)
             if column in columns

@@ -25,7 +25,8 @@ from autoremat._replay import RegionSpec, held_inputs, replay
 from autoremat.solve._chain import NestEdge
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._options import Option, RegionCost, cost_around
-from autoremat.solve._segments import Calls, Candidate, Nest, Segments
+from autoremat.solve._rows import Calls
+from autoremat.solve._segments import SLACK_OPS, Candidate, Nest, Segments
 from autoremat.solve._units import moved
 
 SET_SHARES = (0.02, 0.4)
@@ -36,7 +37,7 @@ StoreSets = tuple[tuple[frozenset[int], ...], ...]
 
 def store_sets(facts: Facts, segments: Segments, options: Sequence[Sequence[Option]]) -> StoreSets:
     """What nests may store, the empty set first."""
-    cover = _cover(segments.candidates)
+    cover = _cover(segments)
     curves = [_hull(facts, segments.candidates[number], options[number]) for number in cover]
     steps = sorted(
         ((b.weight - a.weight) / max(1, size_a - size_b), b.weight - a.weight)
@@ -60,12 +61,12 @@ def store_sets(facts: Facts, segments: Segments, options: Sequence[Sequence[Opti
     return tuple(zip(*found, strict=True))
 
 
-def _cover(candidates: Sequence[Candidate]) -> list[int]:
+def _cover(segments: Segments) -> list[int]:
     """Single calls that lie in no other such candidate."""
     found, end = [], -1
-    for number, candidate in enumerate(candidates):
+    for number, candidate in enumerate(segments.candidates):
         inner = candidate.members[0]
-        if len(inner.calls) == 1 and inner.start >= end:
+        if len(inner.written) == 1 and inner.start >= end:
             found.append(number)
             end = inner.end
     return found
@@ -98,7 +99,7 @@ def _at_price(hull: Sequence[tuple[int, Option]], price: float) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Sums over the calls of one parent in one micro-step.
+    """Sums over the calls of a row in one micro-step.
 
     Attributes:
         calls: The calls, in order.
@@ -159,7 +160,7 @@ class NestDemands:
         self._op_cost = op_cost
         self._during = during
         self._region_cost = region_cost
-        self._stacks: dict[tuple[int, int], _Stack] = {}
+        self._stacks: dict[Calls, _Stack] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
     def edges(self, number: int, nest: Nest, *, ready: tuple[float, float]) -> Iterator[NestEdge]:
@@ -170,7 +171,7 @@ class NestDemands:
             nest: The nest.
             ready: Cost of all that forward runs before its last call starts, and before it ends.
         """
-        stacks = [self._stack(calls) for calls in nest.members]
+        stacks = [self._stack(row) for row in nest.rows]
         first, last = (stacks[0].calls.index(nest.members[0][place]) for place in (0, -1))
         held = [self._held_bytes(calls) for calls in nest.members]
         for stores in range(len(self._sets[0])):
@@ -205,14 +206,13 @@ class NestDemands:
         return sum(facts.graph.storages[s].num_bytes for s in held if facts.deaths[s] < at)
 
     def _stack(self, calls: Calls) -> _Stack:
-        parent, step = self._facts.graph.calls[calls[0]].parent, self._facts.graph.calls[calls[0]].micro_step
-        if (parent, step) not in self._stacks:
-            self._stacks[parent, step] = self._make_stack(parent, self._sets[step])
-        return self._stacks[parent, step]
+        if calls not in self._stacks:
+            step = self._facts.graph.calls[calls[0]].micro_step
+            self._stacks[calls] = self._make_stack(calls, self._sets[step])
+        return self._stacks[calls]
 
-    def _make_stack(self, parent: int, sets: Sequence[frozenset[int]]) -> _Stack:
+    def _make_stack(self, calls: Calls, sets: Sequence[frozenset[int]]) -> _Stack:
         facts, graph = self._facts, self._facts.graph
-        calls = tuple(c for c in graph.subtree(parent) if graph.calls[c].parent == parent)
         place = {inner: position for position, call in enumerate(calls) for inner in graph.subtree(call)}
         rows = []
         extra = np.zeros((len(sets), len(calls) + 1), np.int64)
@@ -247,8 +247,10 @@ class NestDemands:
     def _gone_by(self, calls: Calls, last: int) -> int:
         """Clock by which a storage that a call saved last must be let go of by everybody else."""
         graph = self._facts.graph
-        following = calls[last + 1] if last + 1 < len(calls) else calls[last]
-        return graph.calls[following].end + 8
+        following = calls[last + 1] if last + 1 < len(calls) else graph.subtree(calls[last]).stop
+        if following >= len(graph.calls) or graph.calls[following].parent < 0:
+            following = calls[last]
+        return graph.calls[following].end + SLACK_OPS
 
     def _cost(self, call: int, stores: int) -> tuple[float, float]:
         """Cost of running a call for what it returns and for what backward needs, and for the latter alone."""

@@ -85,7 +85,7 @@ def enumerate_options(
         kept = _prune(facts, replay(facts.graph, inner.spec(stored), saved), stored)
         if kept not in options:
             work = replay(facts.graph, inner.spec(kept), saved)
-            around = cost_around(inner.calls, work, region_cost)
+            around = cost_around(inner.written, work, region_cost)
             options[kept] = _price(facts, inner, kept, work, op_cost, around)
     return _undominated(list(options.values()))
 
@@ -168,8 +168,8 @@ def _price(
     facts: Facts, inner: Inner, kept: frozenset[int], work: Replay, op_cost: Sequence[float], around: float
 ) -> Option:
     graph = facts.graph
-    states = [random_states(graph, graph.calls[call], work) for call in inner.calls]
-    held_states, passing_states = (sum(counts) for counts in zip(*states, strict=True))
+    states = [random_states(graph, graph.calls[call], work) for call in inner.written]
+    held_states, passing_states = sum(held for held, _ in states), max(passing for _, passing in states)
     rng_bytes = graph.rng_state_bytes * held_states
     dropped = [s for s in inner.needed if s not in kept]
     extra = [s for s in kept if facts.deaths[s] < inner.at]

@@ -52,8 +52,8 @@ class Problem:
 
     def regions(self, picks: Iterable[Pick]) -> tuple[RegionSpec, ...]:
         """The regions of a path, in every micro-step."""
-        num_steps = len(self.facts.spans)
-        return tuple(spec for step in range(num_steps) for spec in self._in_step(tuple(picks), step))
+        steps, folded = range(len(self.facts.spans)), self.segments.rows.folded
+        return tuple(folded(spec) for step in steps for spec in self._in_step(tuple(picks), step))
 
     def _in_step(self, picks: Sequence[Pick], step: int) -> tuple[RegionSpec, ...]:
         specs = []
@@ -143,7 +143,7 @@ def _all_options(
         if candidate.kind not in solved:
             size = sum(facts.graph.storages[s].num_bytes for s in inner.needed)
             points = MAX_POINTS if size > _MUCH_SHARE * total else MIN_POINTS
-            is_exact = num_kinds <= _MANY_KINDS or len(inner.calls) == 1
+            is_exact = num_kinds <= _MANY_KINDS or len(inner.written) == 1
             options = enumerate_options(
                 facts, inner, op_cost, max_points=points, is_exact=is_exact, region_cost=region_cost
             )

@@ -1,4 +1,4 @@
-"""Which module calls, and spans of sibling calls, may become regions, and where they start and stop.
+"""Which module calls, and spans of calls, may become regions, and where they start and stop.
 
 Candidates are intervals between *positions*: moments of forward at which a region may start or stop. A plan is a set of
 disjoint intervals, so it may take a block, or the attention inside it, or what lies between two of its products.
@@ -16,13 +16,13 @@ matters; long stacks nest between at most `MAX_CUTS` places; a nest stores one o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from autoremat._replay import Extent, RegionSpec, held_inputs
 from autoremat.solve._facts import Facts
+from autoremat.solve._rows import Calls, Row, Rows, find_rows
 from autoremat.solve._units import Inner
 
 MIN_SHARE = 1 / 2000
@@ -31,6 +31,8 @@ MIN_SHARE_OF_SIBLING = 0.1
 """Nor are calls that hold a smaller share than this of what the largest call beside them holds."""
 MAX_OPS = 300
 """Larger intervals are not solved as one region: their parts are."""
+MAX_CROSSING_OPS = 60
+"""The same for spans that start in one module and stop in another, which are all different."""
 MAX_SPAN = 8
 MAX_SPANS = 400
 """Calls in a span whose stored outputs are chosen, and spans of one stack (shorter first); others are only nests."""
@@ -38,9 +40,8 @@ MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
 MAX_CUTS = 36
 """Places between the calls of a stack at which nests may start or stop."""
-_SLACK_OPS = 8
+SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
-Calls = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,13 @@ class Nest:
         members: Its calls in each micro-step.
         start: Position at which it starts.
         stop: Position at which it stops.
+        rows: The row of calls that it is part of, in each micro-step.
     """
 
     members: tuple[Calls, ...]
     start: int
     stop: int
+    rows: tuple[Calls, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,14 @@ class Segments:
         candidates: In order of entry, longer ones first.
         nests: The same.
         clocks: Clock of each position, for each micro-step.
+        rows: The rows that spans are part of.
         shared: Storages that several candidates would hold for their recompute although the plain step frees them.
     """
 
     candidates: tuple[Candidate, ...]
     nests: tuple[Nest, ...]
     clocks: tuple[tuple[int, ...], ...]
+    rows: Rows
     shared: frozenset[int]
 
 
@@ -99,51 +104,35 @@ def find_segments(facts: Facts, *, flat: bool = False) -> Segments:
         facts: The step.
         flat: Only what compiled code can express: no nests, and no single calls of modules that are called again.
     """
-    twins = _twins(facts)
+    rows = find_rows(facts, joined=not flat)
     sizes = _droppable_bytes(facts)
-    worthwhile = _worthwhile(facts, sizes)
-    stacks = list(_stacks(facts, twins))
-    intervals: list[Calls] = [(call,) for call in sorted(worthwhile, key=lambda c: (-sizes[c], c))]
-    intervals += _spans(facts, stacks, sum(sizes[c] for c in sizes if facts.graph.calls[c].parent == 0))
+    worthwhile = sorted(_worthwhile(facts, sizes), key=lambda c: (-sizes[c], c))
+    intervals: list[Calls] = [rows.unfolded(call) for call in worthwhile]
+    intervals += _spans(facts, rows.rows, sum(sizes[c] for c in sizes if facts.graph.calls[c].parent == 0))
     if flat:
         once = _only_called(facts)
         intervals = [calls for calls in intervals if all(facts.graph.calls[call].path in once for call in calls)]
-    groups = _in_reverse_order(facts, _possible(facts, twins, intervals))
-    nests = {} if flat else _nests(facts, twins, stacks, list(groups))
+    groups = _in_reverse_order(facts, _possible(facts, rows, intervals))
+    nests = {} if flat else _nests(facts, rows, list(groups))
     boundaries = {b for calls in (*groups, *nests) for b in ((calls[0], False), (calls[-1], True))}
-    clocks = [_clocks(facts, twins, boundaries, step) for step in range(len(facts.spans))]
-    candidates = _candidates(facts, groups, clocks[0])
+    clocks = [_clocks(facts, rows, boundaries, step) for step in range(len(facts.spans))]
+    candidates = _candidates(facts, rows, groups, clocks[0])
     return Segments(
         candidates=tuple(candidates),
-        nests=tuple(Nest(members, *_positions(facts, calls, clocks[0])) for calls, members in sorted(nests.items())),
+        nests=tuple(
+            Nest(members, *_positions(facts, calls, clocks[0]), rows=rows.copies(row))
+            for calls, (members, row) in sorted(nests.items())
+        ),
         clocks=tuple(clocks),
+        rows=rows,
         shared=_shared_inputs(facts, candidates),
     )
-
-
-def _twins(facts: Facts) -> dict[int, Calls]:
-    """Each module call of the first micro-step with its copies in the others; only those that all have."""
-    calls, num_steps = facts.graph.calls, len(facts.spans)
-    by_name = {(c.micro_step, c.path, c.number): c.index for c in calls}
-    found: dict[int, Calls] = {}
-    for call in calls:
-        if call.micro_step == 0 and call.parent >= 0:
-            group = [by_name.get((step, call.path, call.number)) for step in range(num_steps)]
-            same = tuple(member for member in group if member is not None)
-            if len(same) == num_steps:
-                found[call.index] = same
-    return found
 
 
 def _only_called(facts: Facts) -> frozenset[str]:
     """Modules that forward calls once."""
     times = Counter(call.path for call in facts.graph.calls if call.micro_step == 0)
     return frozenset(path for path, number in times.items() if number == 1)
-
-
-def _copies(twins: dict[int, Calls], calls: Calls) -> tuple[Calls, ...]:
-    """The same calls in each micro-step."""
-    return tuple(zip(*(twins[call] for call in calls), strict=True))
 
 
 def _worthwhile(facts: Facts, sizes: dict[int, int]) -> list[int]:
@@ -177,39 +166,30 @@ def _droppable_bytes(facts: Facts) -> dict[int, int]:
     return {call: sum(graph.storages[s].num_bytes for s in found) for call, found in droppable.items()}
 
 
-def _stacks(facts: Facts, twins: dict[int, Calls]) -> Iterator[Calls]:
-    """Runs of sibling calls in which each gets a tensor that the one before returned."""
-    siblings: dict[int, list[int]] = defaultdict(list)
-    for call in twins:
-        siblings[facts.graph.calls[call].parent].append(call)
-    for calls in siblings.values():
-        run = [calls[0]]
-        for before, call in pairwise(calls):
-            if all(b in dict(facts.graph.calls[c].links).values() for b, c in _copies(twins, (before, call))):
-                run.append(call)
-                continue
-            yield tuple(run)
-            run = [call]
-        yield tuple(run)
-
-
-def _spans(facts: Facts, stacks: Iterable[Calls], total: int) -> list[Calls]:
+def _spans(facts: Facts, rows: Iterable[Row], total: int) -> list[Calls]:
     """Spans that drop more than the same span without its first or last call; the largest first."""
     graph = facts.graph
     found: dict[Calls, int] = {}
-    for stack in stacks:
-        gains: dict[Calls, int] = {}
-        for length in range(1, min(MAX_SPAN, len(stack)) + 1):
-            if length > 2 and length * len(stack) > MAX_SPANS:
+    for row in rows:
+        gains: dict[Row, int] = {}
+        for length in range(1, min(MAX_SPAN, len(row)) + 1):
+            if length > 2 and length * len(row) > MAX_SPANS:
                 break
-            for first in range(len(stack) - length + 1):
-                calls = stack[first : first + length]
-                if graph.calls[calls[-1]].end - graph.calls[calls[0]].start > MAX_OPS:
+            for first in range(len(row) - length + 1):
+                part = row[first : first + length]
+                calls = _joined(part)
+                crosses = len(calls) == length and len({graph.calls[call].parent for call in calls}) > 1
+                num_ops = graph.calls[calls[-1]].end - graph.calls[calls[0]].start
+                if num_ops > (MAX_CROSSING_OPS if crosses else MAX_OPS):
                     continue
-                gain = gains[calls] = _gain(facts, calls)
-                if length > 1 and gain > max(gains[calls[1:]], gains[calls[:-1]], MIN_SHARE * total):
+                gain = gains[part] = _gain(facts, calls)
+                if length > 1 and gain > max(gains[part[1:]], gains[part[:-1]], MIN_SHARE * total):
                     found[calls] = gain
     return sorted(found, key=lambda calls: (-found[calls], calls))
+
+
+def _joined(row: Row) -> Calls:
+    return tuple(call for part in row for call in part)
 
 
 def _gain(facts: Facts, calls: Calls) -> int:
@@ -222,12 +202,12 @@ def _gain(facts: Facts, calls: Calls) -> int:
     return sum(graph.storages[s].num_bytes for s in free) - sum(graph.storages[s].num_bytes for s in held)
 
 
-def _possible(facts: Facts, twins: dict[int, Calls], intervals: Iterable[Calls]) -> dict[Calls, tuple[Calls, ...]]:
+def _possible(facts: Facts, rows: Rows, intervals: Iterable[Calls]) -> dict[Calls, tuple[Calls, ...]]:
     """Intervals that may be regions in every micro-step, with their copies."""
     found = {}
     for calls in intervals:
-        if all(call in twins for call in calls):
-            copies = _copies(twins, calls)
+        if all(call in rows.twins for call in calls):
+            copies = rows.copies(calls)
             if all(is_possible(facts, copy) for copy in copies):
                 found[calls] = copies
     return found
@@ -287,10 +267,8 @@ def _is_reversed(facts: Facts, members: Sequence[Calls], clocks: dict[Calls, int
     return True
 
 
-def _nests(
-    facts: Facts, twins: dict[int, Calls], stacks: Iterable[Calls], intervals: Sequence[Calls]
-) -> dict[Calls, tuple[Calls, ...]]:
-    """Calls and spans with at least two candidates in a row inside."""
+def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, tuple[tuple[Calls, ...], Calls]]:
+    """Calls and spans with at least two candidates in a row inside: their copies, and the row that they are part of."""
     graph = facts.graph
     starts = sorted((graph.calls[c[0]].start, graph.calls[c[-1]].end) for c in intervals)
 
@@ -300,24 +278,24 @@ def _nests(
         first_end = min((e for _, e in inside if e <= end), default=end)
         return any(first_end <= s and e <= end for s, e in inside)
 
-    wanted = []
-    for stack in stacks:
-        step = -(-len(stack) // MAX_CUTS)
-        cuts = [*range(0, len(stack), step), len(stack)]
-        wanted += [stack[a:b] for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
-        wanted += [(call,) for call in stack]
-    return _in_reverse_order(facts, _possible(facts, twins, filter(has_parts, wanted)))
+    wanted: dict[Calls, Calls] = {}
+    for row in rows.rows:
+        step = -(-len(row) // MAX_CUTS)
+        cuts = [*range(0, len(row), step), len(row)]
+        spans = [_joined(row[a:b]) for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
+        for calls in (*spans, *row):
+            wanted.setdefault(calls, _joined(row))
+    found = _in_reverse_order(facts, _possible(facts, rows, filter(has_parts, wanted)))
+    return {calls: (copies, wanted[calls]) for calls, copies in found.items()}
 
 
-def _clocks(
-    facts: Facts, twins: dict[int, Calls], boundaries: Iterable[tuple[int, bool]], step: int
-) -> tuple[int, ...]:
+def _clocks(facts: Facts, rows: Rows, boundaries: Iterable[tuple[int, bool]], step: int) -> tuple[int, ...]:
     """Clocks of the positions in one micro-step: the start of the step, then every boundary."""
     calls = facts.graph.calls
     by_clock = {}
     for c, is_end in boundaries:
         first = calls[c].end if is_end else calls[c].start
-        twin = calls[twins[c][step]]
+        twin = calls[rows.twins[c][step]]
         by_clock[first] = twin.end if is_end else twin.start
     return (facts.spans[step][0], *(by_clock[clock] for clock in sorted(by_clock)))
 
@@ -328,11 +306,13 @@ def _positions(facts: Facts, calls: Calls, clocks: Sequence[int]) -> tuple[int, 
     return bisect_left(clocks, start, lo=1), bisect_left(clocks, end, lo=1)
 
 
-def _candidates(facts: Facts, groups: dict[Calls, tuple[Calls, ...]], clocks: Sequence[int]) -> list[Candidate]:
+def _candidates(
+    facts: Facts, rows: Rows, groups: dict[Calls, tuple[Calls, ...]], clocks: Sequence[int]
+) -> list[Candidate]:
     users = _entering(facts, [copy for copies in groups.values() for copy in copies])
     found = []
     for calls, copies in groups.items():
-        members = tuple(_inner(facts, copy, users) for copy in copies)
+        members = tuple(_inner(facts, copy, rows.short(copy), users) for copy in copies)
         start, stop = _positions(facts, calls, clocks)
         found.append(Candidate(members, start, stop, _kind(facts, members[0])))
     return found
@@ -347,12 +327,12 @@ def _entering(facts: Facts, intervals: Sequence[Calls]) -> dict[int, list[int]]:
     return users
 
 
-def _inner(facts: Facts, calls: Calls, users: dict[int, list[int]]) -> Inner:
+def _inner(facts: Facts, calls: Calls, written: Calls, users: dict[int, list[int]]) -> Inner:
     graph, inside, extent = facts.graph, facts.subtree(calls), Extent(facts.graph, calls)
     start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
     born = [s for s in facts.born_in(start, end) if graph.storages[s].born in extent]
     needed = frozenset(r.storage for r in facts.saved_in(*calls) if graph.storages[r.storage].born in extent)
-    limit = min(end + _SLACK_OPS, _forward_end(facts, calls[0]))
+    limit = min(end + SLACK_OPS, _forward_end(facts, calls[0]))
 
     def is_pinned(storage: int) -> bool:
         if graph.storages[storage].last_ref > limit or any(u not in inside for u in users.get(storage, ())):
@@ -361,6 +341,7 @@ def _inner(facts: Facts, calls: Calls, users: dict[int, list[int]]) -> Inner:
 
     return Inner(
         calls=calls,
+        written=written,
         start=start,
         end=end,
         at=facts.first_unpack(*calls) or 0,
@@ -372,9 +353,8 @@ def _inner(facts: Facts, calls: Calls, users: dict[int, list[int]]) -> Inner:
 
 def _forward_end(facts: Facts, call: int) -> int:
     """Clock at which the model's own call around a module call returns."""
-    while facts.graph.calls[call].parent >= 0:
-        call = facts.graph.calls[call].parent
-    return facts.graph.calls[call].end
+    *_, outermost = (call, *facts.graph.ancestors(call))
+    return facts.graph.calls[outermost].end
 
 
 def _shared_inputs(facts: Facts, candidates: Sequence[Candidate]) -> frozenset[int]:

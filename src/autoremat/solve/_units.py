@@ -47,7 +47,8 @@ class Inner:
     """How the storages of a region stand to the rest of the step.
 
     Attributes:
-        calls: The module call, or the sibling calls of a span.
+        calls: The module call, or the calls of a span.
+        written: The same with modules in place of all calls that stand for them (see `_rows`): those of the plan.
         start: Clock at which the first starts.
         end: Clock at which the last ends.
         at: Clock of its recompute.
@@ -57,6 +58,7 @@ class Inner:
     """
 
     calls: tuple[int, ...]
+    written: tuple[int, ...]
     start: int
     end: int
     at: int
