@@ -54,7 +54,7 @@ def test_each_figure_has_a_source_and_says_whether_it_was_checked():
         assert all(len(place) > 10 for place in target.checked.values()), "a place, not its short name"
     assert get_target("rtx3090-24g").checked["memory"]
     assert "launch" not in get_target("rtx3090-24g").checked
-    assert get_target("rtx4060ti-16g").checked == {}
+    assert "float16" not in get_target("rtx4060ti-16g").checked
 
 
 def test_a_dtype_that_a_device_lacks_runs_at_the_rate_of_float32():
