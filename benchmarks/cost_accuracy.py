@@ -185,7 +185,13 @@ def summary(rows):
     planned = [row for row in rows if row["plan"] != "plain"]
     overheads = {cost: [abs(r[f"{cost}_overhead"] - r["run_overhead"]) for r in planned] for cost in BARS}
     return {
-        f"{what}, {cost}": {"median": statistics.median(found[cost]), "largest": max(found[cost]), "bar": bar(cost)}
+        f"{what}, {cost}": {
+            "median": statistics.median(found[cost]),
+            "largest": max(found[cost]),
+            "bar": bar(cost),
+            "within": sum(error <= bar(cost) for error in found[cost]),
+            "of": len(found[cost]),
+        }
         for what, found, bar in (
             ("error of step time", errors, BARS.get),
             ("error of overhead", overheads, lambda _: OVERHEAD_BAR),
@@ -243,7 +249,8 @@ def main():
     Console(width=150).print(table(rows))
     found = summary(rows)
     for name, value in found.items():
-        print(f"{name}: median {value['median']:.1%}, largest {value['largest']:.1%} (bar {value['bar']:.0%})")
+        within = f"{value['within']} of {value['of']} within"
+        print(f"{name}: median {value['median']:.1%}, largest {value['largest']:.1%}, {within} {value['bar']:.0%}")
     machine = f"{calibration.device}, {options.threads} threads, {platform.system()}, torch {torch.__version__}"
     clock = "CPU time of the process" if options.threads == 1 and bench.device.type == "cpu" else "wall time"
     loads = f"load average {min(load):.1f} to {max(load):.1f} on {os.cpu_count()} cores"
