@@ -189,6 +189,7 @@ def calibration(**changes) -> Calibration:
         "launch_s": 1e-6,
         "op_s": {"forward": 4e-6, "backward": 3e-6, "optimizer": 2e-6},
         "region_s": 1e-4,
+        "saved_s": 5e-6,
         "watched_op_s": 1e-5,
         "error": 0.02,
     }

@@ -136,6 +136,6 @@ def test_the_machine_at_hand_is_as_it_was_calibrated():
 
 def test_a_calibration_of_another_version_is_refused():
     path = synthetic.calibration().save()
-    path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 99'))
     with pytest.raises(UsageError, match="autoremat calibrate"):
         get_target("here")

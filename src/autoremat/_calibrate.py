@@ -1,9 +1,8 @@
 """Measure the machine at hand: what `_calibration.Calibration` holds, in well under two minutes.
 
-Calls of a kind take turns, so that none finds the caches as it left them itself (`_bench`). What an op costs around its
-kernel comes from a step of a model so small that there is nothing else; what a region costs comes from the same step
-with regions. At the end a step of a middling transformer is predicted and run, and the relative error is kept with the
-figures.
+Calls of a kind take turns, so that none finds the caches as it left them itself (`_bench`). What an op costs around
+its kernel, and what regions cost, comes from a tiny step (`_calibrate_host`). At the end a step of a middling
+transformer is predicted and run, and the relative error is kept with the figures.
 
 Known limits: the time of a convolution is fitted to its FLOPs and the bytes that it moves, whatever its kernel's shape;
 an operator that is not in the table moves its bytes and computes nothing. The path for CUDA has not been run by this
@@ -28,19 +27,16 @@ from torch.utils._pytree import tree_iter
 
 from autoremat._bench import ROUNDS, Bench, low_quartile
 from autoremat._build_graph import trace
+from autoremat._calibrate_host import host_cost
 from autoremat._calibrate_ops import element_calls
 from autoremat._calibration import Calibration, Curve
 from autoremat._cost import step_seconds
 from autoremat._errors import UsageError
 from autoremat._measure_ops import times_path
 from autoremat._model_states import States
-from autoremat._plan import Plan
 from autoremat._random import preserved_random_state
-from autoremat._regions import describe_all
-from autoremat._replay import RegionSpec
 from autoremat._step import run_step
 from autoremat._targets import this_machine
-from autoremat.runtime import apply
 
 Progress = Callable[[str, float], None]
 FAULT_FROM_BYTES = 32 * 2**20
@@ -63,7 +59,6 @@ _TRAFFIC_BYTES = tuple(3 * 2**power for power in (14, 17, 20, 22, 24, 26))
 _TRAFFIC_COLD_BYTES, _MAX_SETS = 24 * 2**20, 64
 """Small sums go through about so much memory in a round, so that none finds its inputs in a near cache."""
 _STEPS = 7
-_TURNS = 5
 _TINY_CALLS = 100
 
 
@@ -131,7 +126,7 @@ def _measure(bench: Bench, dtypes: tuple[str, ...], report: Progress) -> Calibra
         report("elementwise ops", 0.6)
         elements = _elements(bench, names)
     report("small steps", 0.8)
-    op_s, region_s, watched_op_s = _around_ops(bench)
+    host = host_cost(bench)
     found = Calibration(
         device=_device_name(bench.device),
         device_kind="cuda" if bench.device.type == "cuda" else "cpu",
@@ -146,9 +141,10 @@ def _measure(bench: Bench, dtypes: tuple[str, ...], report: Progress) -> Calibra
         fault_s_per_byte=fault,
         fault_from_bytes=FAULT_FROM_BYTES,
         launch_s=bench.launch_s,
-        op_s=op_s,
-        region_s=region_s,
-        watched_op_s=watched_op_s,
+        op_s=host.op_s,
+        region_s=host.region_s,
+        saved_s=host.saved_s,
+        watched_op_s=host.watched_op_s,
         error=0.0,
     )
     report("checking a step", 0.9)
@@ -249,79 +245,16 @@ def _elements(bench: Bench, dtypes: dict[str, torch.dtype]) -> dict[str, dict[st
     for name, dtype in dtypes.items():
         for call in element_calls(bench.randn, dtype):
             try:
-                out = call.operator(*call.arguments)
+                out = call.operator(*call.arguments, **call.keywords)
             except (NotImplementedError, RuntimeError):
                 continue  # no kernel for this dtype here: the op keeps float32's time
             num_bytes = sum(x.nbytes for x in tree_iter((call.arguments, out)) if isinstance(x, Tensor))
-            calls.append(partial(call.operator, *call.arguments))
+            calls.append(partial(call.operator, *call.arguments, **call.keywords))
             moved.append((str(call.operator), name, num_bytes))
     found: dict[str, dict[str, float]] = {}
     for (operator, dtype_name, num_bytes), seconds in zip(moved, bench.kernels_s(calls), strict=True):
         found.setdefault(operator, {})[dtype_name] = seconds / num_bytes
     return found
-
-
-class _Tiny(nn.Module):
-    """A block of the usual ops on tensors so small that only what is around them takes time."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x).view(2, -1, x.shape[-1]).transpose(0, 1)
-        out: Tensor = x + self.drop(self.down(F.gelu(self.up(y)))).transpose(0, 1).reshape(x.shape) * 0.5
-        return out
-
-
-def _around_ops(bench: Bench) -> tuple[dict[str, float], float, float]:
-    """What each op costs around its kernel by phase; what a region adds; what each op of a watched region adds."""
-    model = nn.Sequential(*[_Tiny(8) for _ in range(8)]).to(bench.device)
-    batch = bench.randn(4, 8)
-    graph = trace(model, batch, loss=_square, optimizer="adamw", device_kind=bench.device.type)
-    counts = {phase: sum(op.phase == phase for op in graph.ops) for phase in ("forward", "backward", "optimizer")}
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=bench.device.type == "cuda")
-    phases = [_phases(bench, model, batch, optimizer) for _ in range(_TURNS * _STEPS)][1:]
-    usual = [low_quartile(taken) for taken in zip(*phases, strict=True)]
-    op_s = {phase: seconds / counts[phase] for phase, seconds in zip(counts, usual, strict=True)}
-    blocks = [call for call in graph.calls if call.parent == 0]
-    plain = [RegionSpec(call=call.index) for call in blocks]
-    watched = [RegionSpec(call=c.index, kept=frozenset({_first_output(graph, c.start, c.end)})) for c in blocks]
-    kinds = {"none": [], "plain": plain, "watched": watched}
-    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(_TURNS):
-        for kind, specs in kinds.items():
-            with apply(model, Plan(describe_all(graph, specs)), check="never") if specs else contextlib.nullcontext():
-                steps = [sum(_phases(bench, model, batch, optimizer)[:2]) for _ in range(_STEPS)]
-            taken[kind] += steps[1:]
-    step_s = {kind: low_quartile(steps) for kind, steps in taken.items()}
-    again_s = op_s["forward"] * counts["forward"]
-    region_s = max(0.0, step_s["plain"] - step_s["none"] - again_s) / len(blocks)
-    num_watched = sum(call.end - call.start for call in blocks)
-    return op_s, region_s, max(0.0, step_s["watched"] - step_s["plain"]) / num_watched
-
-
-def _first_output(graph: Any, start: int, end: int) -> int:
-    op = next(op for op in graph.ops[start:end] if not op.is_view and op.flops)
-    return int(op.outputs[0])
-
-
-def _phases(
-    bench: Bench, model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer
-) -> tuple[float, float, float]:
-    """Seconds of forward, backward and optimizer of one step."""
-    times = [bench.clock()]
-    loss = _square(model(batch))
-    for part in (loss.backward, optimizer.step):
-        bench.sync()
-        times.append(bench.clock())
-        part()
-    bench.sync()
-    times.append(bench.clock())
-    optimizer.zero_grad(set_to_none=True)
-    return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
 
 def _square(output: Tensor) -> Tensor:

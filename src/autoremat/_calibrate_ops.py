@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class ElementCall:
 
     operator: Any
     arguments: tuple[Any, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 def element_calls(randn: Callable[..., Tensor], dtype: torch.dtype) -> list[ElementCall]:
@@ -48,7 +49,6 @@ def element_calls(randn: Callable[..., Tensor], dtype: torch.dtype) -> list[Elem
         (aten.lerp_.Scalar, (z, y, 0.1)),
         (aten.addcmul_.default, (z, x, y)),
         (aten.addcdiv_.default, (z, x, positive)),
-        (aten.clone.default, (x.view(ROWS // 64, 64, 12, COLUMNS // 12).transpose(1, 2),)),
         (aten.where.self, (x > 0, x, y)),
         (aten.masked_fill.Scalar, (x, y > 0, 0.0)),
         (aten.cat.default, ([x, y], -1)),
@@ -57,7 +57,10 @@ def element_calls(randn: Callable[..., Tensor], dtype: torch.dtype) -> list[Elem
         *_norms(x, y, randn),
         *_softmaxes(x, y),
     ]
-    return [ElementCall(operator, arguments) for operator, arguments in calls]
+    heads = x.view(ROWS // 64, 64, 12, COLUMNS // 12).transpose(1, 2)
+    # Models clone to change the order in memory; without being told to, clone would keep it, and only copy.
+    clone = ElementCall(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
+    return [*(ElementCall(operator, arguments) for operator, arguments in calls), clone]
 
 
 def _norms(x: Tensor, y: Tensor, randn: Callable[..., Tensor]) -> list[tuple[Any, tuple[Any, ...]]]:

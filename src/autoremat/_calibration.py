@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from autoremat._errors import UsageError
 from autoremat._shown import Shown
 
-CALIBRATION_VERSION: Literal[1] = 1
+CALIBRATION_VERSION: Literal[2] = 2
 Curve = tuple[tuple[float, float], ...]
 """(size, value) pairs, sizes rising."""
 
@@ -49,7 +49,8 @@ class Calibration(Shown):
             one pays for its pages again.
         launch_s: What calling an op on tiny tensors takes by itself, dispatch included.
         op_s: What an op costs on top of its kernel in a training step, by phase: Python, autograd and dispatch.
-        region_s: What a region costs in forward and backward together, beyond the ops that it runs again.
+        region_s: What a call of a region costs in forward and backward together, beyond the ops that it runs again.
+        saved_s: What each tensor that autograd saves in a region costs on top: what drops it and brings it back.
         watched_op_s: What each op of a region that stores single outputs costs on top, forward and recompute together.
         error: Relative error on the step that the calibration checks itself with.
         version: Of this file format.
@@ -70,9 +71,10 @@ class Calibration(Shown):
     launch_s: float
     op_s: dict[str, float]
     region_s: float
+    saved_s: float
     watched_op_s: float
     error: float
-    version: Literal[1] = CALIBRATION_VERSION
+    version: Literal[2] = CALIBRATION_VERSION
 
     @property
     def best_rates(self) -> dict[str, float]:

@@ -321,6 +321,7 @@ def calibration_table(found: Calibration) -> Table:
     for phase, seconds in found.op_s.items():
         table.add_row(f"around an op, {phase}", format_seconds(seconds))
     table.add_row("around a region", format_seconds(found.region_s))
+    table.add_row("around a tensor that is saved in a region", format_seconds(found.saved_s))
     table.add_row("around an op of a region that stores single outputs", format_seconds(found.watched_op_s))
     table.add_row("error on a step that was predicted and run", format_percent(found.error))
     return table
