@@ -77,16 +77,21 @@ class Replay:
 class Extent:
     """The ops of a region: those of its calls, without what runs between them."""
 
-    __slots__ = ("_calls", "_first_calls", "_starts", "ranges")
+    __slots__ = ("_calls", "_end", "_first", "_first_calls", "_is_one", "_starts", "ranges")
 
     def __init__(self, graph: StepGraph, calls: Iterable[int]) -> None:
         self._calls = [graph.subtree(call) for call in calls]
         self.ranges = [range(graph.calls[c.start].start, graph.calls[c.start].end) for c in self._calls]
         self._first_calls = [c.start for c in self._calls]
         self._starts = [r.start for r in self.ranges]
+        self._first, self._end, self._is_one = self.ranges[0].start, self.ranges[-1].stop, len(self.ranges) == 1
 
     def __contains__(self, op: int) -> bool:
         """Whether the region contains an op."""
+        if not self._first <= op < self._end:
+            return False
+        if self._is_one:
+            return True
         position = bisect_right(self._starts, op) - 1
         # Calls without ops start where the next one does, so the last that starts here is the one that has any.
         return position >= 0 and op in self.ranges[position]
@@ -167,23 +172,24 @@ def replay(graph: StepGraph, spec: RegionSpec, saved: list[SavedTensor] | None =
     saved = saved_in(graph, *spec.calls) if saved is None else saved
     needed, stop = _wanted(graph, spec, extent, saved)
 
+    ops = [op for some in extent.ranges for op in graph.ops[some.start : some.stop] if not op.is_view]
     live = set(needed - kept)
     runs: list[int] = []
-    for index in reversed(list(extent.indices(stop))):
-        op = graph.ops[index]
-        if op.is_view:
-            continue
-        writes = any(s in live for s in op.outputs) or any(s in live for s in op.mutates)
-        if writes or op.reads_value or is_uncounted(graph, op):
-            runs.append(index)
-            live.update(s for s in op.inputs if s not in kept and storages[s].born in extent)
+    for op in reversed(ops):
+        if op.index < stop and (
+            not (live.isdisjoint(op.outputs) and live.isdisjoint(op.mutates))
+            or op.reads_value
+            or is_uncounted(graph, op)
+        ):
+            runs.append(op.index)
+            live.update([s for s in op.inputs if s not in kept and storages[s].born in extent])
     runs.reverse()
 
     alive = set(runs)
-    dead = [i for i in extent.indices() if not graph.ops[i].is_view and i not in alive]
+    dead = [op.index for op in ops if op.index not in alive]
     selective = bool(kept) or (not spec.is_whole and any(graph.ops[i].flops for i in dead if i < stop))
     if not selective:
-        runs = [i for i in extent.indices(stop) if not graph.ops[i].is_view]
+        runs = [op.index for op in ops if op.index < stop]
         dead = []
     return Replay(
         ops=tuple(runs),
@@ -217,12 +223,13 @@ def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[Save
     for record in saved:
         position = bisect_right(first_calls, record.call) - 1
         inner = inside[position][1] if position >= 0 else None
+        s, born = record.storage, storages[record.storage].born
         if inner is None or inner.part_of_call(record.call) is None:
             stop = max(stop, record.packed)
-        elif storages[record.storage].born in inner:
+        elif born in inner:
             continue
-        if storages[record.storage].born in extent and not is_from_argument(extent, held, record.storage, record.call):
-            needed.add(record.storage)
+        if s not in needed and born in extent and not (held and is_from_argument(extent, held, s, record.call)):
+            needed.add(s)
     return frozenset(needed), stop
 
 

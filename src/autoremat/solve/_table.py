@@ -137,16 +137,14 @@ class Table:
         """For each state."""
         self._needs: Bytes = np.zeros(1024, np.int64)
         self._top: Bytes = np.zeros(1024, np.int64)
+        self._last: Bytes = np.zeros(1024, np.int64)
         self._final: Costs = np.zeros(1024, np.float64)
-        """For each state: least memory, memory that leaves nothing to be wanted, and what it costs then."""
+        """For each state: least memory, memory that leaves nothing to be wanted, the last slot, and what is in it."""
         self._known: dict[tuple[bytes, ...], int] = {}
         self._nothing = self._add(np.zeros(1), _ANY, _ANY)
         for part in (*self._parts, self._whole):
             self._fill(part)
         self.smallest_limit = int(self._needs[self._state[-1, 0]] + self._level[-1, 0])
-        self._flat = np.concatenate(self._values)
-        self._last = np.cumsum([len(values) for values in self._values]) - 1
-        self._start = np.concatenate([[0], self._last[:-1] + 1])
 
     def _part(self, key: tuple[int, int], first: int, row: int) -> _Part:
         chain, (end, stores) = self.chain, key
@@ -243,11 +241,12 @@ class Table:
         """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
         number = len(self._values)
         if number == len(self._needs):
-            self._needs, self._top = (
-                np.concatenate([found, np.zeros_like(found)]) for found in (self._needs, self._top)
+            self._needs, self._top, self._last = (
+                np.concatenate([found, np.zeros_like(found)]) for found in (self._needs, self._top, self._last)
             )
             self._final = np.concatenate([self._final, np.zeros_like(self._final)])
-        self._needs[number], self._top[number], self._final[number] = need, top, values[-1]
+        self._needs[number], self._top[number], self._last[number] = need, top, len(values) - 1
+        self._final[number] = values[-1]
         self._values.append(values)
         self._moves.append(moves)
         return number
@@ -307,13 +306,7 @@ class Table:
         while position < part.end:
             first, moves = int(ways.first[position]), self._moves[self._state[part.row, position]]
             assert moves is not None
-            fits = np.flatnonzero(moves.demand <= memory)
-            own = moves.cost.copy()
-            own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
-            own, left = own[fits], memory + moves.gain[fits] - self._needs[moves.behind[fits]]
-            cost = own + self._cost(moves.behind[fits], memory + moves.gain[fits])
-            # Of equals the plain step, which comes first: no region that gains nothing.
-            way = int(fits[np.lexsort((ways.stop[first + fits], -left, fits > 0, own, cost))[0]])
+            way = self._best(moves, memory)
             number, stop, option = (int(found[first + way]) for found in (ways.number, ways.stop, ways.option))
             if number >= 0:
                 yield number, option, ()
@@ -323,10 +316,21 @@ class Table:
                 yield number, option, tuple(self._walk(inner, position, memory + inner_gain))
             position, memory = stop, memory + int(moves.gain[way])
 
+    def _best(self, moves: _Moves, memory: int) -> int:
+        """The cheapest way on with so much memory."""
+        fits = np.flatnonzero(moves.demand <= memory)
+        own = moves.cost.copy()
+        own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
+        own, left = own[fits], memory + moves.gain[fits]
+        cost = own + self._cost(moves.behind[fits], left)
+        # Of equals the plain step, which comes first: no region that gains nothing. Then the one that leaves most.
+        left -= self._needs[moves.behind[fits]]
+        return int(fits[np.lexsort((-left, fits > 0, own, cost))[0]])
+
     def _cost(self, states: Bytes, memory: Bytes) -> Costs:
-        slot = np.maximum((memory - self._needs[states]) // self.width, 0)
-        found: Costs = self._flat[np.minimum(self._start[states] + slot, self._last[states])]
-        return found
+        slots = np.maximum((memory - self._needs[states]) // self.width, 0)
+        pairs = zip(states.tolist(), np.minimum(slots, self._last[states]).tolist(), strict=True)
+        return np.array([self._values[state][slot] for state, slot in pairs])
 
 
 def _plus(values: Costs, at: int, others: Costs | float, sums: Costs) -> Costs:
