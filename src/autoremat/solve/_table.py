@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -41,43 +42,29 @@ Pick = tuple[int, int, tuple["Pick", ...]]
 class _Part:
     """A stretch of positions that is run forward and backward: the whole step, or a nest when it comes back.
 
-    What a nest ends with is not dropped again: it is needed at once.
+    What a nest ends with is not dropped again: it is needed at once. Nothing is needed there.
 
     Attributes:
         end: Position at which it ends.
         first: Position at which the longest of its nests starts.
         stores: Its store set; None for the whole step.
-        row: Its row in the arrays of `Table`.
-        extra: What is alive besides in its forward, by position, bytes: what lives when it runs again, and what the
-            nest stores from here on.
+        row: Its row in the states of `Table`.
+        extra: What is alive besides in its forward, less what the nest stores before each position, bytes.
     """
 
     end: int
     first: int
     stores: int | None
     row: int
-    extra: Bytes
+    extra: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The ways on from several positions of one part, but for what the positions reached demand.
-
-    Attributes:
-        cost: Cost of each way.
-        demand: Memory that each demands itself, or what is inside a nest.
-        gain: Memory at the position reached less memory before.
-        nests: Which of them are nests.
-        inner_gain: For each nest, memory at the start of the part inside less memory before.
-        inside: State at the start of the part inside, for each nest.
-    """
-
-    cost: Costs
-    demand: Bytes
-    gain: Bytes
-    nests: Bytes
-    inner_gain: Bytes
-    inside: Bytes
+_DEMAND, _GAIN, _COST, _LENGTH, _INSIDE, _INNER_GAIN = range(6)
+"""Columns: memory that a way itself demands, or what is inside a nest; memory at the position reached less memory
+before; cost; how many positions it goes on; state at the start of the part inside a nest, and memory there less memory
+before."""
+_REGION, _NO_REGION = -1, -2
+"""In place of the state inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +110,12 @@ class Table:
         for position in range(chain.last - 1, -1, -1):
             starts |= {(nest.stop, nest.stores): position for nest in chain.nests[position]}
         self._parts = [self._part(key, first, row) for row, (key, first) in enumerate(sorted(starts.items()))]
-        self._whole = _Part(chain.last, 0, None, len(self._parts), np.zeros(chain.last + 1, np.int64))
+        self._whole = _Part(chain.last, 0, None, len(self._parts), 0)
         self._row_of = {(part.end, part.stores): part.row for part in self._parts}
-        shape = (len(self._parts) + 1, chain.last + 1)
-        self._level, self._state = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._state = np.zeros((len(self._parts) + 1, chain.last + 1), np.int64)
         lowest = int(np.maximum(ways.forward, ways.backward)[: ways.first[1]].min()) if chain.last else chain.required
         self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
-        inner = zip(ways.stop[ways.nests].tolist(), ways.option[ways.nests].tolist(), strict=True)
-        self._inner = np.array([self._row_of[key] for key in inner], int)
-        """For each nest: the row of the part inside."""
+        self._rows = {stores: self._any_part(stores) for stores in (None, *range(len(chain.stored)))}
         self._values: list[Costs] = []
         self._moves: list[_Moves | None] = []
         """For each state."""
@@ -141,97 +125,122 @@ class Table:
         self._final: Costs = np.zeros(1024, np.float64)
         """For each state: least memory, memory that leaves nothing to be wanted, the last slot, and what is in it."""
         self._known: dict[tuple[bytes, ...], int] = {}
+        self._longest: dict[int | None, tuple[_Part, Bytes]] = {}
+        """For each store set, the longest of the parts that are filled, and its ways."""
         self._nothing = self._add(np.zeros(1), _ANY, _ANY)
         for part in (*self._parts, self._whole):
             self._fill(part)
-        self.smallest_limit = int(self._needs[self._state[-1, 0]] + self._level[-1, 0])
+        self._level = int(chain.forward[0]) if chain.last else 0
+        self.smallest_limit = int(self._needs[self._state[-1, 0]]) + self._level
 
     def _part(self, key: tuple[int, int], first: int, row: int) -> _Part:
-        chain, (end, stores) = self.chain, key
-        extra = chain.shift[end] + chain.stored[stores, end] - chain.stored[stores, : end + 1]
-        return _Part(end, first, stores, row, extra)
+        end, stores = key
+        return _Part(end, first, stores, row, int(self.chain.shift[end] + self.chain.stored[stores, end]))
 
     # -- filling ----------------------------------------------------------------------------------------------
 
+    def _any_part(self, stores: int | None) -> tuple[Bytes, Bytes]:
+        """The ways of a part with a store set, but for what depends on where it ends, and their demand in backward.
+
+        Memory counts from a level: what the plain step demands in forward of the part.
+        """
+        chain, ways = self.chain, self._ways
+        level, saved = np.append(chain.forward, 0), ways.saved
+        if stores is not None:
+            level, saved = level - chain.stored[stores], saved - ways.stuck[stores]
+        rows = np.empty((len(ways.stop), 6), np.int64)
+        rows[:, _DEMAND] = ways.forward - chain.forward[ways.start]
+        rows[:, _GAIN] = saved + level[ways.start] - level[ways.stop]
+        rows[:, _COST] = ways.cost.view(np.int64)
+        rows[:, _LENGTH] = ways.stop - ways.start
+        rows[:, _INSIDE] = _REGION
+        rows[ways.first[:-1], _INSIDE] = _NO_REGION
+        rows[:, _INNER_GAIN] = 0
+        if len(ways.nests):
+            start, inner = ways.start[ways.nests], ways.option[ways.nests]
+            inner_level = chain.forward[start] - chain.stored[inner, start]
+            inner_level += np.array([self._parts[row].extra for row in self._inner])
+            rows[ways.nests, _INNER_GAIN] = level[start] - inner_level - ways.held[ways.nests]
+            rows[ways.nests, _INSIDE] = 0
+        return rows, ways.backward - level[ways.start]
+
+    @cached_property
+    def _inner(self) -> Bytes:
+        """For each nest: the row of the part inside."""
+        ways = self._ways
+        keys = zip(ways.stop[ways.nests].tolist(), ways.option[ways.nests].tolist(), strict=True)
+        return np.array([self._row_of[key] for key in keys], int)
+
+    def _ways_of(self, part: _Part) -> Bytes:
+        """The ways of a part, by column."""
+        ways = self._ways
+        some = slice(int(ways.first[part.first]), int(ways.first[part.end]))
+        # Nothing that stops where a nest does is a region inside it. The plain step always goes on.
+        is_inside = ways.stop[some] < part.end
+        if part is self._whole:
+            is_inside[:] = True
+        is_inside[int(ways.first[part.end - 1]) - some.start] = True
+        chosen = some.start + np.flatnonzero(is_inside)
+        any_rows, backward = self._rows[part.stores]
+        rows = any_rows[chosen]
+        rows[:, _DEMAND] = np.maximum(rows[:, _DEMAND], backward[chosen] - part.extra)
+        if part is not self._whole:
+            rows[-1, _GAIN] = 0
+        if part.stores == 0:
+            late = self.chain.late(ways.stop[chosen], ways.ready[chosen], part.end)
+            rows[:, _COST] = (rows[:, _COST].copy().view(np.float64) + late).view(np.int64)
+        nests = np.flatnonzero(rows[:, _INSIDE] >= 0)
+        inner = self._inner[np.searchsorted(ways.nests, chosen[nests])]
+        inside = self._state[inner, ways.start[chosen[nests]]]
+        rows[nests, _INSIDE] = inside
+        rows[nests, _INNER_GAIN] += part.extra
+        rows[nests, _DEMAND] = np.maximum(rows[nests, _DEMAND], self._needs[inside] - rows[nests, _INNER_GAIN])
+        return rows
+
     def _fill(self, part: _Part) -> None:
         """Find the states of a part from its end, each that is new by content."""
-        level, state, ways = self._level[part.row], self._state[part.row], self._ways
-        level[: part.end + 1] = part.extra
-        level[: part.end] += self.chain.forward[: part.end]
+        state = self._state[part.row]
+        state[part.end] = self._nothing
         if part is self._whole:
             state[part.end] = self._add(np.zeros(1), self.chain.required, self.chain.required)
-        else:
-            # Nothing is needed there: with its level, too, a part's states depend on what is between, not on where.
-            level[part.end] = level[part.end - 1]
-            state[part.end] = self._nothing
-        rows = self._rows(part)
-        offset = int(ways.first[part.first])
-        first = (ways.first[part.first : part.end] - offset).tolist()
-        num = self._num_inside(part).tolist()
-        nests = np.searchsorted(rows.nests, first).tolist()
-        last_nests = np.searchsorted(rows.nests, [a + n for a, n in zip(first, num, strict=True)]).tolist()
-        alike = np.column_stack([rows.demand, rows.gain, rows.cost.view(np.int64)])
-        inside = np.column_stack([rows.inner_gain, rows.inside])
-        stops = ways.stop[offset:]
-        for place in range(part.end - part.first - 1, -1, -1):
-            low, high = first[place], first[place] + num[place]
-            behind = state[stops[low:high]]
-            own = slice(nests[place], last_nests[place])
-            key = (
-                alike[low:high].tobytes(),
-                inside[own].tobytes(),
-                (rows.nests[own] - low).tobytes(),
-                behind.tobytes(),
-            )
-            found = self._known.get(key)
-            if found is None:
-                demand = np.maximum(rows.demand[low:high], self._needs[behind] - rows.gain[low:high])
-                found = self._known[key] = self._find(
-                    _Moves(
-                        rows.cost[low:high].copy(),
-                        demand,
-                        rows.gain[low:high].copy(),
-                        behind,
-                        rows.nests[own] - low,
-                        rows.inner_gain[own].copy(),
-                        rows.inside[own].copy(),
-                    )
-                )
-            state[part.first + place] = found
+        if part.first == part.end:
+            return
+        rows = self._ways_of(part)
+        first = [*np.flatnonzero(rows[:, _INSIDE] == _NO_REGION).tolist(), len(rows)]
+        done = self._copy_states(part, rows)
+        for position in range(part.end - 1 - done, part.first - 1, -1):
+            place = position - part.first
+            own = rows[first[place] : first[place + 1]]
+            behind = state[position + own[:, _LENGTH]]
+            key = own.tobytes(), behind.tobytes()
+            if key not in self._known:
+                self._known[key] = self._find(own, behind)
+            state[position] = self._known[key]
 
-    def _num_inside(self, part: _Part) -> Bytes:
-        """How many of the ways from each of its positions belong to a part."""
-        ways = self._ways
-        first = ways.first[part.first : part.end + 1]
-        if part is self._whole:
-            return np.diff(first)
-        # Nothing that stops where a nest does is a region inside it. The plain step always goes on.
-        sizes = np.cumsum(np.concatenate([[0], ways.stop[first[0] : first[-1]] < part.end]))
-        inside: Bytes = np.maximum(np.diff(sizes[first - first[0]]), 1)
-        return inside
+    def _copy_states(self, part: _Part, rows: Bytes) -> int:
+        """Take over states from a part that ends alike; how many."""
+        other, others = self._longest.get(part.stores, (part, rows[:0]))
+        if len(rows) > len(others):
+            self._longest[part.stores] = part, rows
+        most = min(len(rows), len(others))
+        differs = np.flatnonzero((rows[len(rows) - most :] != others[len(others) - most :]).any(axis=1))
+        first = len(rows) - most + int(differs[-1]) + 1 if len(differs) else len(rows) - most
+        done = int((rows[first:, _INSIDE] == _NO_REGION).sum())
+        self._state[part.row, part.end - done : part.end] = self._state[other.row, other.end - done : other.end]
+        return done
 
-    def _rows(self, part: _Part) -> _Rows:
-        """What the ways of a part demand and cost whatever comes behind them."""
-        ways, row = self._ways, part.row
-        some = slice(int(ways.first[part.first]), int(ways.first[part.end]))
-        start, stop, level = ways.start[some], ways.stop[some], self._level[row]
-        saved, cost = ways.saved[some], ways.cost[some]
-        if part.stores is not None:
-            saved = saved - ways.stuck[part.stores, some]
-        if part.stores == 0:
-            cost = cost + self.chain.late(stop, ways.ready[some], part.end)
-        here = level[start]
-        demand = np.maximum(ways.forward[some] + part.extra[start], ways.backward[some]) - here
-        low, high = np.searchsorted(ways.nests, [some.start, some.stop]).tolist()
-        nests = ways.nests[low:high] - some.start
-        inner, at = self._inner[low:high], start[nests]
-        inner_gain = level[at] - self._level[inner, at] - ways.held[some][nests]
-        inside = self._state[inner, at]
-        demand[nests] = np.maximum(demand[nests], self._needs[inside] - inner_gain)
-        return _Rows(cost, demand, saved + here - level[stop], nests, inner_gain, inside)
-
-    def _find(self, moves: _Moves) -> int:
+    def _find(self, rows: Bytes, behind: Bytes) -> int:
         """The state from which there are these ways, a new one if there is none like it."""
+        nests = np.flatnonzero(rows[:, _INSIDE] >= 0)
+        moves = _Moves(
+            cost=rows[:, _COST].copy().view(np.float64),
+            demand=np.maximum(rows[:, _DEMAND], self._needs[behind] - rows[:, _GAIN]),
+            gain=rows[:, _GAIN].copy(),
+            behind=behind,
+            nests=nests,
+            inner_gain=rows[nests, _INNER_GAIN],
+            inside=rows[nests, _INSIDE],
+        )
         key = moves.key()
         if key not in self._known:
             self._known[key] = self._solve(moves)
@@ -259,9 +268,8 @@ class Table:
         first = -((need - moves.demand) // self.width)
         shift = first + (need + moves.gain - self._needs[moves.behind]) // self.width
         inner_shift = first[moves.nests] + (need + moves.inner_gain - self._needs[moves.inside]) // self.width
-        inner = dict(
-            zip(moves.nests.tolist(), zip(inner_shift.tolist(), moves.inside.tolist(), strict=True), strict=True)
-        )
+        pairs = zip(inner_shift.tolist(), moves.inside.tolist(), strict=True)
+        inner = dict(zip(moves.nests.tolist(), pairs, strict=True))
         best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
         lists = (numbers.tolist() for numbers in (first, shift, moves.behind, moves.cost, least))
         for way, (start, at, behind, cost, final) in enumerate(zip(*lists, strict=True)):
@@ -273,9 +281,11 @@ class Table:
                 inner_at, inside = inner[way]
                 sums = _plus(self._values[inside], inner_at, sums, scratch[start:])
             stop = start + len(sums)
-            np.minimum(best[start:stop], sums, out=best[start:stop])
+            lowered = best[start:stop]
+            np.minimum(lowered, sums, out=lowered)
             if stop < num_slots and final < best[stop]:
-                np.minimum(best[stop:], final, out=best[stop:])
+                lowered = best[stop:]
+                np.minimum(lowered, final, out=lowered)
         return self._add(best, need, top, moves)
 
     def _most_wanted(self, moves: _Moves) -> tuple[Costs, int]:
@@ -298,7 +308,7 @@ class Table:
         """The regions of the plan for a limit, in order of execution; None if there is none."""
         if limit_bytes < self.smallest_limit:
             return None
-        return tuple(self._walk(self._whole, 0, limit_bytes - int(self._level[-1, 0])))
+        return tuple(self._walk(self._whole, 0, limit_bytes - self._level))
 
     def _walk(self, part: _Part, position: int, memory: int) -> Iterator[Pick]:
         """Regions from a position on, with so much memory above the level there."""
