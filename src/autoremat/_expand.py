@@ -323,10 +323,14 @@ class _Rerun:
             own = self.graph.rng_state_bytes if held else 0  # what the random state is outside, put back afterwards
             self._hold(Action.HOLD, own)
             copied = self._copy_buffers(call)
-            for clock in range(call.start, min(call.end, stop) + 1):
-                self._let_go([c for c in self.dying if c <= clock] if clock == call.start else [clock])
-                self._cross(clock, call.end)
-                if clock < min(call.end, stop):
+            self._let_go([c for c in self.dying if c < call.start])
+            last = min(call.end, stop)
+            for clock in range(call.start, last + 1):
+                if clock in self.dying:
+                    self._let_go([clock])
+                if clock in self.opening or clock in self.closing:
+                    self._cross(clock, call.end)
+                if clock < last:
                     self._run_op(clock, call.end)
             self._hold(Action.RELEASE, own + copied)
             if call.end > stop:
@@ -381,13 +385,13 @@ class _Rerun:
         op = self.graph.ops[index]
         if index in self.runs:
             self.events.append(Event(Action.RECOMPUTE, op=index, region=self.region.position))
-            kept_bytes = max(0, op.kept_bytes)
-            self._hold(Action.HOLD, kept_bytes)
-            self.kept_bytes += kept_bytes
+            if op.kept_bytes > 0:
+                self._hold(Action.HOLD, op.kept_bytes)
+                self.kept_bytes += op.kept_bytes
             for s in dict.fromkeys(op.outputs):
                 if self.graph.storages[s].born == index and s not in self.region.spec.kept:
                     self._place(s, end)
-        if not self.kept.keys().isdisjoint(op.outputs):
+        if self.kept and not self.kept.keys().isdisjoint(op.outputs):
             self.expansion._save(op, self.events, self.kept)
 
     def _place(self, storage: int, end: int) -> None:
@@ -401,10 +405,9 @@ class _Rerun:
             self.dying[last_use].append(storage)
 
     def _let_go(self, clocks: list[int]) -> None:
+        generation = self.region.depth + 1
         for clock in clocks:
-            self.events.extend(
-                Event(Action.DROP, storage=s, generation=self.region.depth + 1) for s in self.dying.pop(clock, ())
-            )
+            self.events += [Event(Action.DROP, -1, s, generation) for s in self.dying.pop(clock, ())]
 
 
 def keepers(regions: Iterable[Region]) -> dict[int, list[int]]:

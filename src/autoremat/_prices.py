@@ -112,7 +112,8 @@ class Prices:
             specs: Disjoint regions, each with the regions inside it.
         """
         specs = tuple(specs)
-        regions = [self._alone(spec) for spec in specs]
+        with no_garbage_collection():
+            regions = [self._alone(spec) for spec in specs]
         clocks = [{recompute.moment[0] for recompute in region.recomputes} for region in regions]
         if len(set().union(*clocks)) < sum(map(len, clocks)):
             return peak_bytes(self._graph, expand(self._graph, specs))  # regions take turns
@@ -163,8 +164,7 @@ class Prices:
 
     def _alone(self, spec: RegionSpec) -> _Alone:
         if spec not in self._known:
-            with no_garbage_collection():
-                self._known[spec] = self._work_out(Expansion(self._graph, (spec,), is_alone=True))
+            self._known[spec] = self._work_out(Expansion(self._graph, (spec,), is_alone=True))
         return self._known[spec]
 
     def _work_out(self, expansion: Expansion) -> _Alone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,11 +183,18 @@ def test_slots_cost_little_on_equal_blocks(num: int) -> None:
     assert sum(cost[option] for _, option, _ in picks) <= least * 1.01
 
 
-def test_tables_of_equal_stretches_are_filled_once() -> None:
-    num = 30
+def test_tables_of_equal_stretches_are_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num, taken, copy_states = 30, [], Table._copy_states
+
+    def counted(*args: Any) -> int:
+        taken.append(copy_states(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(Table, "_copy_states", counted)
     table = Table(stack(num, array(8), np.ones(1), 10, nests=True))
     by_length, whole, ends = num, num, 2
     assert len(table._values) <= by_length + whole + ends
+    assert sum(taken) >= sum(part.end - part.first for part in table._parts) - by_length
 
 
 def test_nests_reach_below_what_single_blocks_reach() -> None:

@@ -89,11 +89,6 @@ class _Moves:
     inner_gain: Bytes
     inside: Bytes
 
-    def key(self) -> tuple[bytes, ...]:
-        """Equal for states that are equal."""
-        numbers = self.demand, self.gain, self.behind, self.nests, self.inner_gain, self.inside, self.cost
-        return tuple(found.tobytes() for found in numbers)
-
 
 class Table:
     """Least costs for every position and amount of memory.
@@ -214,11 +209,11 @@ class Table:
             behind = state[position + own[:, _LENGTH]]
             key = own.tobytes(), behind.tobytes()
             if key not in self._known:
-                self._known[key] = self._find(own, behind)
+                self._known[key] = self._solve(self._moves_of(own, behind))
             state[position] = self._known[key]
 
     def _copy_states(self, part: _Part, rows: Bytes) -> int:
-        """Take over states from a part that ends alike; how many."""
+        """Take over states from the end of a part that ends alike; how many."""
         other, others = self._longest.get(part.stores, (part, rows[:0]))
         if len(rows) > len(others):
             self._longest[part.stores] = part, rows
@@ -229,10 +224,9 @@ class Table:
         self._state[part.row, part.end - done : part.end] = self._state[other.row, other.end - done : other.end]
         return done
 
-    def _find(self, rows: Bytes, behind: Bytes) -> int:
-        """The state from which there are these ways, a new one if there is none like it."""
+    def _moves_of(self, rows: Bytes, behind: Bytes) -> _Moves:
         nests = np.flatnonzero(rows[:, _INSIDE] >= 0)
-        moves = _Moves(
+        return _Moves(
             cost=rows[:, _COST].copy().view(np.float64),
             demand=np.maximum(rows[:, _DEMAND], self._needs[behind] - rows[:, _GAIN]),
             gain=rows[:, _GAIN].copy(),
@@ -241,10 +235,6 @@ class Table:
             inner_gain=rows[nests, _INNER_GAIN],
             inside=rows[nests, _INSIDE],
         )
-        key = moves.key()
-        if key not in self._known:
-            self._known[key] = self._solve(moves)
-        return self._known[key]
 
     def _add(self, values: Costs, need: int, top: int, moves: _Moves | None = None) -> int:
         """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
