@@ -128,13 +128,15 @@ def linked(graph: StepGraph, spec: RegionSpec) -> dict[int, dict[int, int]]:
 
 def held_inputs(graph: StepGraph, spec: RegionSpec) -> dict[int, int]:
     """Storages of arguments that a region holds until its recompute, and which of its calls first gets each."""
-    found: dict[int, int] = {}
     if not spec.then:
         return dict.fromkeys(graph.calls[spec.call].inputs, 0)
-    links = linked(graph, spec)
-    for part, call in enumerate(spec.calls):
-        for s in graph.calls[call].inputs:
-            if s not in links[call]:
+    found: dict[int, int] = {}
+    members = {call: part for part, call in enumerate(spec.calls)}
+    for part, index in enumerate(spec.calls):
+        call = graph.calls[index]
+        links = {s for s, source in call.links if members.get(source, part) < part}
+        for s in call.inputs:
+            if s not in links:
                 found.setdefault(s, part)
     return found
 

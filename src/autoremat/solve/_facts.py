@@ -42,6 +42,7 @@ class Facts:
         spans: First and last clock of each micro-step, backward included.
         births: Birth and index of each storage, by birth.
         gathers: Ops that gather a unit of a sharded step, in order.
+        op_kinds: For each op a number; equal ones do and take the same, but for the storages that they work on.
         tie_cost: Cost of a moved byte, so small that it only tells apart what costs the same.
     """
 
@@ -59,6 +60,7 @@ class Facts:
     spans: tuple[tuple[int, int], ...]
     births: tuple[tuple[int, int], ...]
     gathers: tuple[int, ...]
+    op_kinds: tuple[int, ...]
     tie_cost: float
 
     def born_in(self, start: int, stop: int) -> list[int]:
@@ -140,8 +142,19 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         spans=_micro_steps(graph),
         tie_cost=_TIE_SHARE * (sum(op_cost) or 1.0) / max(1, sum(op.moved_bytes for op in graph.ops)),
         gathers=tuple(op.index for op in graph.ops if op.name == GATHER),
+        op_kinds=_op_kinds(graph),
         births=tuple(sorted((storage.born, storage.index) for storage in graph.storages)),
     )
+
+
+def _op_kinds(graph: StepGraph) -> tuple[int, ...]:
+    numbers: dict[tuple[object, ...], int] = {}
+    found = []
+    for op in graph.ops:
+        flags = op.is_random, op.is_view, op.reads_value
+        kind = (op.name, op.flops, op.moved_bytes, op.workspace_bytes, *flags)
+        found.append(numbers.setdefault(kind, len(numbers)))
+    return tuple(found)
 
 
 def _first_unpacks(graph: StepGraph) -> dict[int, int]:

@@ -120,17 +120,39 @@ class _Stack:
     highest: Bytes
     extra: Bytes
 
-    def freed(self, first: int, last: int, stores: int) -> Bytes:
-        """Bytes freed once each call of ``first..last`` has ended, if all of them are dropped but for a set."""
-        inside = (self.born >= first) & (self.last <= last) & ~self.is_stored[stores]
-        sums = np.bincount(self.last[inside] - first, weights=self.num_bytes[inside], minlength=last - first + 1)
-        return np.cumsum(sums).astype(np.int64)
+    def spans(self, first: int, stores: int) -> _Spans:
+        """What spans from a call to each later one do, if all that is saved in them is dropped but for a set."""
+        inside = (self.born >= first) & ~self.is_stored[stores]
+        last, num_bytes, num = self.last[inside] - first, self.num_bytes[inside], len(self.calls) - first
 
-    def stuck(self, first: int, last: int, stores: int) -> Bytes:
-        """For each set, bytes in it that are dropped with another."""
-        inside = (self.born >= first) & (self.last <= last) & ~self.is_stored[stores]
-        found: Bytes = (self.is_stored[:, inside] * self.num_bytes[inside]).sum(axis=1)
-        return found
+        def by_last(sizes: Bytes) -> Bytes:
+            return np.cumsum(np.bincount(last, weights=sizes, minlength=num)).astype(np.int64)
+
+        freed = by_last(num_bytes)
+        extra = self.extra[stores, first + 1 :] - self.extra[stores, first]
+        forward = self.highest[stores, first:] - np.concatenate([[0], freed[:-1]]) + extra
+        stuck = np.array([by_last(stored * num_bytes) for stored in self.is_stored[:, inside]])
+        born = np.bincount(self.born[self.is_stored[stores]], minlength=len(self.calls))[first:]
+        return _Spans(np.maximum.accumulate(forward), freed, extra, stuck, np.cumsum(born))
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Spans of a row's calls from one to each later one, by their last call.
+
+    Attributes:
+        forward: Memory that the first run demands, without arguments, bytes.
+        freed: Bytes freed once the last call has ended.
+        extra: Bytes stored although the plain step frees them.
+        stuck: For each set, bytes in it that are dropped with another.
+        num_stored: How many storages of the set are born inside.
+    """
+
+    forward: Bytes
+    freed: Bytes
+    extra: Bytes
+    stuck: Bytes
+    num_stored: Bytes
 
 
 class NestDemands:
@@ -161,6 +183,7 @@ class NestDemands:
         self._during = during
         self._region_cost = region_cost
         self._stacks: dict[Calls, _Stack] = {}
+        self._spans: dict[tuple[Calls, int, int], _Spans] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
     def edges(self, number: int, nest: Nest, *, ready: tuple[float, float]) -> Iterator[NestEdge]:
@@ -175,17 +198,13 @@ class NestDemands:
         first, last = (stacks[0].calls.index(nest.members[0][place]) for place in (0, -1))
         held = [self._held_bytes(calls) for calls in nest.members]
         for stores in range(len(self._sets[0])):
-            if stores and not any(s.is_stored[stores, (s.born >= first) & (s.born <= last)].any() for s in stacks):
+            spans, at = [self._spans_from(stack, first, stores) for stack in stacks], last - first
+            if stores and not any(span.num_stored[at] for span in spans):
                 continue
-            forward, saved, holds = [], [], []
-            for stack, kept_alive in zip(stacks, held, strict=True):
-                freed = stack.freed(first, last, stores)
-                before = np.concatenate([[0], freed[:-1]])
-                extra = stack.extra[stores, first + 1 : last + 2] - stack.extra[stores, first]
-                forward.append(int((stack.highest[stores, first : last + 1] - before + extra).max()) + kept_alive)
-                holds.append(kept_alive + int(extra[-1]))
-                saved.append(int(freed[-1]) - holds[-1])
-            costs = [self._cost(call, stores) for call in nest.members[0]]
+            forward = [int(span.forward[at]) + kept_alive for span, kept_alive in zip(spans, held, strict=True)]
+            holds = [kept_alive + int(span.extra[at]) for span, kept_alive in zip(spans, held, strict=True)]
+            saved = [int(span.freed[at]) - holding for span, holding in zip(spans, holds, strict=True)]
+            full = sum([self._cost(call, stores)[0] for call in nest.members[0][:-1]])
             yield NestEdge(
                 number=-1 - number,
                 stores=stores,
@@ -193,10 +212,16 @@ class NestDemands:
                 forward=max(forward),
                 saved=min(saved),
                 held=max(holds),
-                cost=(sum(full for full, _ in costs[:-1]) + costs[-1][1]) * len(nest.members),
-                stuck=np.max([stack.stuck(first, last, stores) for stack in stacks], axis=0),
+                cost=(full + self._cost(nest.members[0][-1], stores)[1]) * len(nest.members),
+                stuck=np.max([span.stuck[:, at] for span in spans], axis=0),
                 ready=ready[stores > 0],
             )
+
+    def _spans_from(self, stack: _Stack, first: int, stores: int) -> _Spans:
+        key = stack.calls, first, stores
+        if key not in self._spans:
+            self._spans[key] = stack.spans(first, stores)
+        return self._spans[key]
 
     def _held_bytes(self, calls: Calls) -> int:
         """Bytes of arguments that only the nest keeps alive."""

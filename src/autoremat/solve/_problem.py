@@ -7,7 +7,6 @@ an estimate, and the ledger has the last word.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -148,13 +147,21 @@ def _all_options(
                 facts, inner, op_cost, max_points=points, is_exact=is_exact, region_cost=region_cost
             )
             solved[candidate.kind] = (inner, tuple(options))
-        source, solution = solved[candidate.kind]
-        found.append(tuple(_move_option(facts, source, inner, option) for option in solution))
+        found.append(_moved(facts, *solved[candidate.kind], inner))
     return tuple(found)
 
 
-def _move_option(facts: Facts, source: Inner, inner: Inner, option: Option) -> Option:
-    return dataclasses.replace(option, kept=moved(facts, source, inner, option.kept))
+def _moved(facts: Facts, source: Inner, options: tuple[Option, ...], target: Inner) -> tuple[Option, ...]:
+    """The same options of an equal candidate."""
+    if source is target:
+        return options
+    kept = frozenset[int]().union(*(option.kept for option in options))
+    there = {s: next(iter(moved(facts, source, target, (s,)))) for s in kept}
+    fields = [(option, frozenset(there[s] for s in option.kept)) for option in options]
+    return tuple(
+        Option(stored, o.cost, o.weight, o.saved_bytes, o.recompute_bytes, o.freed_bytes, o.forward, o.selective)
+        for o, stored in fields
+    )
 
 
 class _Demands:
@@ -194,10 +201,13 @@ class _Demands:
     def _with_shared_inputs(self) -> tuple[Bytes, Bytes]:
         """Live bytes as if every argument that several candidates would hold were held by them."""
         extra = np.zeros(len(self.facts.graph.ops) + 1, np.int64)
-        for s in self.segments.shared:
-            members = (m for c in self.segments.candidates for m in c.members)
-            until = max(m.at for m in members if any(s in self.facts.graph.calls[c].inputs for c in m.calls))
-            extra[self.facts.deaths[s] : until + 1] += self.facts.graph.storages[s].num_bytes
+        until = dict.fromkeys(self.segments.shared, 0)
+        for member in (m for c in self.segments.candidates for m in c.members):
+            for s in (s for call in member.calls for s in self.facts.graph.calls[call].inputs):
+                if s in until:
+                    until[s] = max(until[s], member.at)
+        for s, clock in until.items():
+            extra[self.facts.deaths[s] : clock + 1] += self.facts.graph.storages[s].num_bytes
         return self.facts.during + extra[:-1], self.facts.between + extra
 
     def chain(self, op_cost: Sequence[float], region_cost: RegionCost | None) -> Chain:
@@ -290,9 +300,9 @@ class _Demands:
 
     def _stuck(self, inner: Inner, options: Sequence[Option]) -> Bytes:
         """Bytes that options drop though a nest around stores them, for each store set: free once that is back."""
-        storages = self.facts.graph.storages
-        found = np.zeros((len(self.sets[0]), len(options)), np.int64)
-        for stores, stored in enumerate(self.sets[0]):
-            asked = (stored & inner.needed) - inner.pinned
-            found[stores] = [sum(storages[s].num_bytes for s in asked - option.kept) for option in options]
-        return found
+        asked = [(stored & inner.needed) - inner.pinned for stored in self.sets[0]]
+        storages = sorted(frozenset[int]().union(*asked))
+        sizes = np.array([self.facts.graph.storages[s].num_bytes for s in storages], np.int64)
+        is_asked = np.array([[s in found for s in storages] for found in asked], np.int64)
+        is_dropped = np.array([[s not in option.kept for s in storages] for option in options], np.int64)
+        return (is_asked * sizes) @ is_dropped.T

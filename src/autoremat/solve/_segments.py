@@ -226,7 +226,7 @@ def is_possible(facts: Facts, calls: Calls) -> bool:
     if any(graph.storages[s].born in extent for s in held):
         return False
     suspects = {s for s in held if s in facts.readers_of}
-    for ops in extent.ranges:
+    for ops in extent.ranges if facts.reads_changed(start, end) else ():
         suspects |= {s for s in facts.reads_changed(ops.start, ops.stop) if graph.storages[s].born not in extent}
     return not any(facts.is_mutated(s, start, until) for s in suspects)
 
@@ -375,16 +375,12 @@ def _kind(facts: Facts, inner: Inner) -> Hashable:
     graph, start, end = facts.graph, inner.start, inner.end
     names: dict[int, int] = {}
     rows: list[Hashable] = [tuple((r.start - start, r.stop - start) for r in Extent(graph, inner.calls).ranges)]
-
-    def name(storage: int) -> int:
-        return names.setdefault(storage, len(names))
-
     for op in graph.ops[start:end]:
-        written = (tuple(map(name, op.outputs)), tuple(map(name, op.mutates)))
-        flags = (op.is_random, op.is_view, op.reads_value)
-        rows.append(
-            (op.name, tuple(map(name, op.inputs)), *written, op.flops, op.moved_bytes, op.workspace_bytes, *flags)
+        read, made, written = (
+            tuple([names.setdefault(s, len(names)) for s in storages])
+            for storages in (op.inputs, op.outputs, op.mutates)
         )
+        rows.append((facts.op_kinds[op.index], read, made, written))
     for s, number in names.items():
         size, is_parameter = graph.storages[s].num_bytes, graph.storages[s].cause == "parameter"
         if s in inner.deaths:
