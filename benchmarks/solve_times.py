@@ -87,7 +87,7 @@ def solve(graph: StepGraph, what: str) -> dict[str, object]:
 
     wall, cpu = time.perf_counter(), time.process_time()
     known = Prices(graph)
-    planner = Planner(graph, op_cost=op_cost, price=price)
+    planner = Planner(graph, op_cost=op_cost, price=price, find_work=known.work)
     setup_s = time.process_time() - cpu
     if what == "plan":
         planner.plan((planner.smallest_bytes + planner.plain_bytes) // 2)

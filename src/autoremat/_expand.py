@@ -120,10 +120,19 @@ class Expansion:
         graph: The step.
         specs: Disjoint regions, each with the regions inside it.
         is_alone: Look only at what these regions make, hold, and saw saved: for `_prices`.
+        works: What recompute of regions does, as far as it is known; grows.
     """
 
-    def __init__(self, graph: StepGraph, specs: Iterable[RegionSpec], *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        specs: Iterable[RegionSpec],
+        *,
+        is_alone: bool = False,
+        works: dict[RegionSpec, Replay] | None = None,
+    ) -> None:
         self.graph = graph
+        self.works = {} if works is None else works
         tops = [self._region(spec, ()) for spec in sorted(specs, key=self._start)]
         self.regions = [region for top in tops for region in _with_children(top)]
         for position, region in enumerate(self.regions):
@@ -157,7 +166,7 @@ class Expansion:
     def _region(self, spec: RegionSpec, ancestors: tuple[Region, ...]) -> Region:
         graph = self.graph
         saved = saved_in(graph, *spec.calls)
-        work = replay(graph, spec, saved)
+        work = self.works[spec] = self.works.get(spec) or replay(graph, spec, saved)
         states = [random_states(graph, graph.calls[call], work) for call in spec.calls]
         region = Region(
             spec=spec,

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoremat._expand import FIRST, LAST, Expansion, Moment, expand, no_garbage_collection
 from autoremat._ledger import Bytes, Tally, bytes_at_start, peak_bytes, plain_bytes
-from autoremat._replay import RegionSpec
+from autoremat._replay import RegionSpec, Replay, replay
 from autoremat._schedule import Action, Event
 from autoremat._step_graph import StepGraph
 
@@ -95,6 +95,7 @@ class Prices:
         self._graph = graph
         self._tally = Tally(graph)
         self._known: dict[RegionSpec, _Alone] = {}
+        self._works: dict[RegionSpec, Replay] = {}
         self._releases: dict[int, list[tuple[int, int]]] = {}
         """For each storage: calls in which it was saved, and when that was let go of."""
         deaths = [storage.last_ref for storage in graph.storages]
@@ -133,6 +134,12 @@ class Prices:
                 level += recompute.left - between.get(recompute.moment, 0)
         return peak
 
+    def work(self, spec: RegionSpec) -> Replay:
+        """What recompute of a region does."""
+        if spec not in self._works:
+            self._works[spec] = replay(self._graph, spec)
+        return self._works[spec]
+
     def recomputed(self, specs: Iterable[RegionSpec]) -> list[int]:
         """Ops that run again, in order."""
         found = (recompute for spec in specs for recompute in self._alone(spec).recomputes)
@@ -164,7 +171,7 @@ class Prices:
 
     def _alone(self, spec: RegionSpec) -> _Alone:
         if spec not in self._known:
-            self._known[spec] = self._work_out(Expansion(self._graph, (spec,), is_alone=True))
+            self._known[spec] = self._work_out(Expansion(self._graph, (spec,), is_alone=True, works=self._works))
         return self._known[spec]
 
     def _work_out(self, expansion: Expansion) -> _Alone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 
 from autoremat._step_graph import StepGraph
@@ -47,6 +48,17 @@ def test_spans_are_candidates_where_they_drop_more_than_their_parts() -> None:
     nests = [[graph.calls[call].path for call in nest.members[0]] for nest in segments.nests]
     assert ["h.0", "h.1", "g.2"] in nests
     assert ["g.2"] not in nests
+
+
+def test_nests_of_a_long_stack_end_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the table are then equal but for their length."""
+    monkeypatch.setattr("autoremat.solve._segments.MAX_CUTS", 4)
+    graph = build_step(tuple((f"h.{i}", BLOCK) for i in range(10)))
+    spans = [nest.members[0] for nest in segments_of(graph)[1].nests if len(nest.members[0]) > 1]
+    blocks = [call.index for call in graph.calls if call.parent == 0]
+    edges = {(blocks.index(calls[0]), blocks.index(calls[-1]) + 1) for calls in spans if calls[0] in blocks}
+    cuts = (0, 1, 4, 7, 10)
+    assert edges == {(a, b) for a in cuts for b in cuts if b - a > 1}
 
 
 def test_a_span_ends_where_a_call_gets_something_else() -> None:

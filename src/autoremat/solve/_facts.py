@@ -8,14 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from autoremat._ledger import plain_bytes
-from autoremat._replay import GATHER
+from autoremat._replay import GATHER, RegionSpec, held_inputs
 from autoremat._step_graph import SavedTensor, StepGraph
 
 _TIE_SHARE = 1e-5
@@ -44,6 +44,7 @@ class Facts:
         gathers: Ops that gather a unit of a sharded step, in order.
         op_kinds: For each op a number; equal ones do and take the same, but for the storages that they work on.
         tie_cost: Cost of a moved byte, so small that it only tells apart what costs the same.
+        held: What was asked of `held_inputs`.
     """
 
     graph: StepGraph
@@ -62,6 +63,13 @@ class Facts:
     gathers: tuple[int, ...]
     op_kinds: tuple[int, ...]
     tie_cost: float
+    held: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+
+    def held_inputs(self, *calls: int) -> dict[int, int]:
+        """Storages of arguments that a region of these calls holds, and which of its calls first gets each."""
+        if calls not in self.held:
+            self.held[calls] = held_inputs(self.graph, RegionSpec(calls[0], then=calls[1:]))
+        return self.held[calls]
 
     def born_in(self, start: int, stop: int) -> list[int]:
         """Storages that ops of ``start <= index < stop`` allocate."""
@@ -85,10 +93,10 @@ class Facts:
         """Module calls and all calls below them."""
         return frozenset(c for call in calls for c in self.graph.subtree(call))
 
-    def reads_changed(self, start: int, stop: int) -> set[int]:
-        """Storages that an op of ``start <= index < stop`` reads and that some op writes in place, as in `changes`."""
+    def reads_changed(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Ops of ``start <= index < stop`` and storages that they read and some op writes in place, as in `changes`."""
         first, last = bisect_left(self.changed_reads, (start, -1)), bisect_left(self.changed_reads, (stop, -1))
-        return {storage for _, storage in self.changed_reads[first:last]}
+        return self.changed_reads[first:last]
 
     def is_mutated(self, storage: int, start: int, stop: int) -> bool:
         """Whether a storage is written in place by an op of ``start <= index < stop``."""

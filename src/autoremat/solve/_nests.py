@@ -14,14 +14,14 @@ these has ended; what it stores counts as alive throughout its recompute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from autoremat._replay import RegionSpec, held_inputs, replay
+from autoremat._replay import RegionSpec, replay
 from autoremat.solve._chain import NestEdge
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._options import Option, RegionCost, cost_around
@@ -185,6 +185,9 @@ class NestDemands:
         self._stacks: dict[Calls, _Stack] = {}
         self._spans: dict[tuple[Calls, int, int], _Spans] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
+        self._known: dict[Hashable, tuple[float, float]] = {}
+        single = (c for c in segments.candidates if len(c.members[0].calls) == 1)
+        self._kinds = {candidate.members[0].calls[0]: candidate.kind for candidate in single}
 
     def edges(self, number: int, nest: Nest, *, ready: tuple[float, float]) -> Iterator[NestEdge]:
         """A nest as edges, one for each set: the highest demand and the least freed over all micro-steps.
@@ -227,7 +230,7 @@ class NestDemands:
         """Bytes of arguments that only the nest keeps alive."""
         facts = self._facts
         at = facts.first_unpack(*calls) or 0
-        held = set(held_inputs(facts.graph, RegionSpec(calls[0], then=calls[1:]))) - self._segments.shared
+        held = set(facts.held_inputs(*calls)) - self._segments.shared
         return sum(facts.graph.storages[s].num_bytes for s in held if facts.deaths[s] < at)
 
     def _stack(self, calls: Calls) -> _Stack:
@@ -280,13 +283,32 @@ class NestDemands:
     def _cost(self, call: int, stores: int) -> tuple[float, float]:
         """Cost of running a call for what it returns and for what backward needs, and for the latter alone."""
         if (call, stores) not in self._costs:
-            graph, span = self._facts.graph, self._facts.graph.calls[call]
+            span = self._facts.graph.calls[call]
             kept = frozenset(self._facts.born_in(span.start, span.end)) & self._sets[span.micro_step][stores]
-            work = replay(graph, RegionSpec(call, kept, is_whole=not kept), self._facts.saved_in(call))
-            around = cost_around((call,), work, self._region_cost)
-            tail = sum(self._op_cost[index] for index in work.ops)
-            self._costs[call, stores] = self._full_cost(call, kept) + around, tail + around
+            alike = self._alike(call, kept)
+            if alike not in self._known:
+                self._known[alike] = self._work_out_cost(call, kept)
+            self._costs[call, stores] = self._known[alike]
         return self._costs[call, stores]
+
+    def _alike(self, call: int, kept: frozenset[int]) -> Hashable:
+        """Equal for calls that cost the same."""
+        if call not in self._kinds:
+            return call, kept
+        graph, span = self._facts.graph, self._facts.graph.calls[call]
+
+        def places(storages: Iterable[int]) -> frozenset[tuple[int, int]]:
+            births = ((s, graph.storages[s].born) for s in storages)
+            inside = ((s, born) for s, born in births if span.start <= born < span.end)
+            return frozenset((born - span.start, (*graph.ops[born].outputs, s).index(s)) for s, born in inside)
+
+        return self._kinds[call], places(kept), places(span.outputs)
+
+    def _work_out_cost(self, call: int, kept: frozenset[int]) -> tuple[float, float]:
+        work = replay(self._facts.graph, RegionSpec(call, kept, is_whole=not kept), self._facts.saved_in(call))
+        around = cost_around((call,), work, self._region_cost)
+        tail = sum(self._op_cost[index] for index in work.ops)
+        return self._full_cost(call, kept) + around, tail + around
 
     def _full_cost(self, call: int, kept: frozenset[int]) -> float:
         graph, span = self._facts.graph, self._facts.graph.calls[call]

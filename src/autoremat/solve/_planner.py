@@ -26,7 +26,7 @@ from autoremat.solve._classic import CLASSIC_NAMES, classic_regions
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._general import General, branches
 from autoremat.solve._options import RegionCost
-from autoremat.solve._problem import build_problem, costs_of
+from autoremat.solve._problem import FindWork, build_problem, costs_of
 from autoremat.solve._segments import is_possible
 from autoremat.solve._table import Table
 from autoremat.solve._variants import storable, stores_more
@@ -125,8 +125,10 @@ class Planner:
         price: Price,
         region_cost: RegionCost | None = None,
         flat: bool = False,
+        find_work: FindWork | None = None,
     ) -> None:
         self._flat = flat
+        self._find_work = find_work
         self._facts = collect_facts(graph, op_cost)
         self._op_cost = op_cost
         self._region_cost = region_cost
@@ -359,7 +361,8 @@ class Planner:
         """What recompute of regions costs, and the bytes that it moves."""
         for spec in regions:
             if spec not in self._costs:
-                cost, moved = costs_of(self._facts, (spec,), (self._op_cost, self._moved), self._region_cost)
+                costs = self._op_cost, self._moved
+                cost, moved = costs_of(self._facts, (spec,), costs, self._region_cost, self._find_work)
                 self._costs[spec] = cost, moved
         found = [self._costs[spec] for spec in regions]
         return sum(cost for cost, _ in found), sum(moved for _, moved in found)

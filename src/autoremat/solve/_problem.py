@@ -8,12 +8,12 @@ an estimate, and the ledger has the last word.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoremat._replay import Extent, RegionSpec, held_inputs, replay
+from autoremat._replay import Extent, RegionSpec, Replay, replay
 from autoremat.solve._chain import Chain, Costs, Edge, NestEdge
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._nests import NestDemands, StoreSets, store_sets
@@ -27,6 +27,8 @@ MAX_POINTS = 40
 MIN_POINTS = 10
 _MANY_KINDS = 40
 _MUCH_SHARE = 1 / 80
+FindWork = Callable[[RegionSpec], Replay]
+"""What recompute of a region does, from somebody who has it."""
 _EXACT_BITS = 48
 """Bits of a sum over all ops; a float has a few more, for several micro-steps."""
 
@@ -87,13 +89,14 @@ def costs_of(
     specs: Iterable[RegionSpec],
     op_costs: Sequence[Sequence[float]],
     region_cost: RegionCost | None = None,
+    find_work: FindWork | None = None,
 ) -> list[float]:
     """The same for several costs of ops at once; that of regions themselves is added to the first."""
     totals = [0.0] * len(op_costs)
     queue = list(specs)
     while queue:
         spec = queue.pop()
-        work = replay(facts.graph, spec, facts.saved_in(*spec.calls))
+        work = find_work(spec) if find_work else replay(facts.graph, spec, facts.saved_in(*spec.calls))
         for position, op_cost in enumerate(op_costs):
             totals[position] += sum(op_cost[index] for index in work.ops)
         totals[0] += cost_around(spec.calls, work, region_cost)
@@ -135,7 +138,7 @@ def _all_options(
     """Options of each candidate; equal candidates are solved once and their options moved."""
     total = sum(facts.graph.storages[s].num_bytes for s in facts.records_of) or 1
     num_kinds = len({candidate.kind for candidate in segments.candidates})
-    solved: dict[Hashable, tuple[Inner, tuple[Option, ...]]] = {}
+    solved: dict[int, tuple[Inner, tuple[Option, ...]]] = {}
     found: list[tuple[Option, ...]] = []
     for candidate in segments.candidates:
         inner = candidate.members[0]
@@ -229,7 +232,7 @@ class _Demands:
         backward = [max(self._highest(t[p + 1], t[p]) for _, t in steps) for p in range(num - 1)]
         tail, reach = work.copy(), np.full(num, num)
         for nest in self.segments.nests:
-            saved = self.facts.saved_in(*nest.members[0])
+            saved = next(filter(None, map(self.facts.saved_in, reversed(nest.members[0]))), None)
             if saved:
                 packed, behind = max((r.packed, self.facts.graph.calls[r.call].end) for r in saved)
                 tail[nest.stop], reach[nest.stop] = sums[packed], np.searchsorted(self.clocks[0], behind)
@@ -281,7 +284,7 @@ class _Demands:
     def _held_inputs(self, member: Inner) -> int:
         """Bytes of arguments that only the region keeps alive."""
         graph = self.facts.graph
-        inputs = set(held_inputs(graph, member.spec())) - self.segments.shared
+        inputs = set(self.facts.held_inputs(*member.calls)) - self.segments.shared
         return sum(graph.storages[s].num_bytes for s in inputs if self.facts.deaths[s] < member.at)
 
     def _member(

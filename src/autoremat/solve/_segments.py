@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autoremat._replay import Extent, RegionSpec, held_inputs
+from autoremat._replay import Extent
 from autoremat.solve._facts import Facts
 from autoremat.solve._rows import Calls, Row, Rows, find_rows
 from autoremat.solve._units import Inner
@@ -58,7 +58,7 @@ class Candidate:
     members: tuple[Inner, ...]
     start: int
     stop: int
-    kind: Hashable
+    kind: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _gain(facts: Facts, calls: Calls) -> int:
     saved = {r.storage for r in facts.saved_in(*calls) if graph.storages[r.storage].born in extent}
     free = {s for s in saved if all(r.call in inside for r in facts.records_of[s])}
     at = facts.first_unpack(*calls) or 0
-    held = [s for s in held_inputs(graph, RegionSpec(calls[0], then=calls[1:])) if facts.deaths[s] < at]
+    held = [s for s in facts.held_inputs(*calls) if facts.deaths[s] < at]
     return sum(graph.storages[s].num_bytes for s in free) - sum(graph.storages[s].num_bytes for s in held)
 
 
@@ -222,12 +222,12 @@ def is_possible(facts: Facts, calls: Calls) -> bool:
     if until is None or until < end or gathers_units:
         return False
     extent = Extent(graph, calls)
-    held = held_inputs(graph, RegionSpec(calls[0], then=calls[1:])) if len(calls) > 1 else {}
+    held = facts.held_inputs(*calls) if len(calls) > 1 else {}
     if any(graph.storages[s].born in extent for s in held):
         return False
     suspects = {s for s in held if s in facts.readers_of}
-    for ops in extent.ranges if facts.reads_changed(start, end) else ():
-        suspects |= {s for s in facts.reads_changed(ops.start, ops.stop) if graph.storages[s].born not in extent}
+    reads = facts.reads_changed(start, end)
+    suspects |= {s for op, s in reads if graph.storages[s].born not in extent and op in extent}
     return not any(facts.is_mutated(s, start, until) for s in suspects)
 
 
@@ -281,7 +281,7 @@ def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, 
     wanted: dict[Calls, Calls] = {}
     for row in rows.rows:
         step = -(-len(row) // MAX_CUTS)
-        cuts = [*range(0, len(row), step), len(row)]
+        cuts = [0, *range(len(row) % step or step, len(row) + 1, step)]  # so that they end alike
         spans = [_joined(row[a:b]) for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
         for calls in (*spans, *row):
             wanted.setdefault(calls, _joined(row))
@@ -310,11 +310,13 @@ def _candidates(
     facts: Facts, rows: Rows, groups: dict[Calls, tuple[Calls, ...]], clocks: Sequence[int]
 ) -> list[Candidate]:
     users = _entering(facts, [copy for copies in groups.values() for copy in copies])
-    found = []
+    found: list[Candidate] = []
+    numbers: dict[Hashable, int] = {}
     for calls, copies in groups.items():
         members = tuple(_inner(facts, copy, rows.short(copy), users) for copy in copies)
         start, stop = _positions(facts, calls, clocks)
-        found.append(Candidate(members, start, stop, _kind(facts, members[0])))
+        kind = numbers.setdefault(_kind(facts, members[0]), len(numbers))
+        found.append(Candidate(members, start, stop, kind))
     return found
 
 
@@ -362,7 +364,7 @@ def _shared_inputs(facts: Facts, candidates: Sequence[Candidate]) -> frozenset[i
     last_end: dict[int, int] = {}
     shared = set()
     for member in (m for candidate in candidates for m in candidate.members):
-        for s in held_inputs(facts.graph, member.spec()):
+        for s in facts.held_inputs(*member.calls):
             if facts.deaths[s] < member.at:
                 if last_end.get(s, member.end) <= member.start:
                     shared.add(s)

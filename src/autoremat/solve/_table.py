@@ -261,21 +261,22 @@ class Table:
         pairs = zip(inner_shift.tolist(), moves.inside.tolist(), strict=True)
         inner = dict(zip(moves.nests.tolist(), pairs, strict=True))
         best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
+        rising = best[::-1]
         lists = (numbers.tolist() for numbers in (first, shift, moves.behind, moves.cost, least))
         for way, (start, at, behind, cost, final) in enumerate(zip(*lists, strict=True)):
-            # Costs fall from slot to slot: nothing is gained where what is left at the end is not less.
-            if start >= num_slots or final >= best[start]:
+            # Costs fall from slot to slot: nothing is gained where the least is not more than what is left at the end.
+            end = num_slots - int(rising.searchsorted(final, "right"))
+            if start >= end:
                 continue
-            sums = _plus(self._values[behind], at, cost, scratch[start:])
+            sums = _plus(self._values[behind], at, cost, scratch[start:end])
             if way in inner:
                 inner_at, inside = inner[way]
-                sums = _plus(self._values[inside], inner_at, sums, scratch[start:])
+                sums = _plus(self._values[inside], inner_at, sums, scratch[start:end])
             stop = start + len(sums)
             lowered = best[start:stop]
             np.minimum(lowered, sums, out=lowered)
-            if stop < num_slots and final < best[stop]:
-                lowered = best[stop:]
-                np.minimum(lowered, final, out=lowered)
+            if stop < end:
+                best[stop:end] = final
         return self._add(best, need, top, moves)
 
     def _most_wanted(self, moves: _Moves) -> tuple[Costs, int]:
