@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoremat as ar
 from autoremat import BatchError, LossError, TraceError, UsageError, fake_weights, trace
+from autoremat._fake_kernels import FakeKernels
 from autoremat._ledger import expand, peak_bytes
+from autoremat._op_info import op_info
 from autoremat._regions import resolve
 from autoremat._replay import saved_in
 from autoremat._step_graph import BEFORE_STEP
@@ -370,3 +373,21 @@ def test_clipping_gradients_is_part_of_the_step():
     assert "aten._foreach_norm.Scalar" in added or any("norm" in name for name in added)
     with pytest.raises(UsageError, match="positive norm"):
         trace(model, torch.ones(1, 64), clip_grad_norm=0.0)
+
+
+def test_list_ops_that_only_change_values_are_not_run_on_fake_tensors():
+    class Counted:
+        _schema = torch.ops.aten._foreach_add_.Scalar._schema
+        num_runs = 0
+
+        def __call__(self, *args):
+            self.num_runs += 1
+            return torch.ops.aten._foreach_add_.Scalar(*args)
+
+    func, mode = Counted(), FakeTensorMode()
+    kernels, info = FakeKernels(mode), op_info(torch.ops.aten._foreach_add_.Scalar)
+    real = torch.ones(3)
+    assert kernels.run(func, info, ([mode.from_tensor(real)], 1.0), {}) is None
+    assert func.num_runs == 0
+    kernels.run(func, info, ([real], 1.0), {})
+    assert (func.num_runs, real.tolist()) == (1, [2.0] * 3), "values that are there do change"
