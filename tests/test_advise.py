@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import json
@@ -20,7 +21,7 @@ from autoremat._ledger import peak_bytes
 from autoremat._resize import batch_size, resize, sequence_length
 from autoremat._scaling import interpolate_steps, multiply_steps, same_bytes, same_ops, with_kept_gradients
 from autoremat._sizes import largest_that_fits, verified_size
-from autoremat._ways import Setting, Steps, every_block
+from autoremat._ways import Setting, Steps, Way, every_block
 
 MIB = 2**20
 GPU = "rtx3090-24g"
@@ -62,8 +63,8 @@ class LanguageModel(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def deep():
-    return nn.Sequential(*[Block(128, 512) for _ in range(8)])
+def deep(num_blocks=8):
+    return nn.Sequential(*[Block(128, 512) for _ in range(num_blocks)])
 
 
 def advise(model, batch, budget=None, **options):
@@ -159,21 +160,23 @@ def test_rows_are_what_planning_and_profiling_say(activation_bound):
 
 
 def test_the_fastest_setting_is_for_the_effective_batch_asked_for():
-    advice = advise(deep(), torch.ones(4, 2048, 128), 120 * MIB, effective_batch=12)
+    advice = advise(deep(3), torch.ones(4, 2048, 128), 60 * MIB, effective_batch=12)
     assert advice.fastest.fits
     assert advice.fastest.effective_batch == 12
+    assert (advice.fastest.micro_batch, advice.fastest.regions) == (3, "planned"), "as no row has it"
     assert advice.fastest.samples_per_s == pytest.approx(12 / advice.fastest.step_s)
     assert advice.fastest.samples_per_s >= 0.99 * max(row.samples_per_s for row in advice.rows if row.fits)
 
 
 def test_accumulated_steps_are_priced_as_long_as_they_are():
-    advice = advise(deep(), torch.ones(8, 1024, 128), 60 * MIB)
+    advice = advise(deep(3), torch.ones(8, 1024, 128), 36 * MIB)
     row = advice.row("smaller batch, accumulated")
     assert row.accumulate > 2
-    setting = {"loss": square, "target": GPU}
-    graphs = [ar.trace(deep(), torch.ones(row.micro_batch, 1024, 128), accumulate=n, **setting) for n in (1, 2)]
-    one, two = (ar.profile(graph, target=GPU).step_s for graph in graphs)
-    assert row.step_s == pytest.approx(two + (row.accumulate - 2) * (two - one), rel=0.02)
+    batch = torch.ones(row.micro_batch, 1024, 128)
+    divided = ar.trace(deep(3), batch, loss=lambda output: square(output) / 2, target=GPU)
+    twice = ar.trace(deep(3), batch, loss=square, target=GPU, accumulate=2)
+    one, two = (ar.profile(graph, target=GPU).step_s for graph in (divided, twice))
+    assert row.step_s == pytest.approx(two + (row.accumulate - 2) * (two - one))
 
 
 def test_batch_statistics_are_told_apart():
@@ -192,6 +195,24 @@ def test_a_device_without_bf16_takes_fp16():
     assert {row.precision for row in advice.rows} == {"", "amp-fp16"}
 
 
+def test_traces_are_made_without_looking_for_cycles(monkeypatch):
+    seen = []
+    monkeypatch.setattr("autoremat._ways.trace", lambda *_, **__: seen.append(gc.isenabled()))
+    Steps(deep(), torch.ones(2, 4), None, build=None, options={}, progress=lambda *_: None).traced(
+        Setting(None, 2, None)
+    )
+    assert (seen, gc.isenabled()) == ([False], True)
+
+
+def test_a_way_that_is_asked_for_its_smallest_peak_only_keeps_no_planner(activation_bound):
+    graph = ar.trace(deep(), torch.ones(1, 1024, 128), loss=square, target=GPU)
+    way = Way(graph, ar.get_target(GPU), "planned", 8 * MIB)
+    assert way.keep_least_only() is way
+    assert "planning" not in vars(way)
+    assert way.least_bytes == peak_bytes(graph, expand(graph, way.least_specs))
+    assert "planning" not in vars(way)
+
+
 @pytest.fixture(scope="module")
 def language_model():
     return LanguageModel(500, 32, 3, Attention), torch.arange(4 * 64).view(4, 64) % 500
@@ -199,7 +220,7 @@ def language_model():
 
 def test_sizes_are_exact(language_model):
     model, tokens = language_model
-    budget = 12 * MIB
+    budget = 4 * MIB
     advice = advise(model, tokens, budget, sizes=True, target="cpu", optimizer="sgd")
 
     def least(regions, **size):

@@ -103,7 +103,7 @@ def expand(graph: StepGraph, specs: Iterable[RegionSpec] = ()) -> Schedule:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Tens of thousands of events are made, and all stay: to look for cycles among them takes as long as the rest."""
+    """For work that makes many objects, all of which stay: to look for cycles among them takes as long as the rest."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -76,7 +76,7 @@ class Sizes:
             found = start = checked
             if regions != "planned" or self.keeps_gradients or checked < likely:
                 break  # above it the traced step does not fit, or does not run
-            tightest = self.way(at(found + step), regions)
+            tightest = self.way(at(found + step), regions).keep_least_only()
             if tightest.least_bytes > budget:
                 break
         return found

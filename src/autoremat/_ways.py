@@ -14,7 +14,7 @@ from torch import nn
 
 from autoremat._api import trace
 from autoremat._cost import RegionCost, step_seconds
-from autoremat._expand import expand
+from autoremat._expand import expand, no_garbage_collection
 from autoremat._ledger import peak_bytes, price
 from autoremat._planning import Planning
 from autoremat._replay import RegionSpec, obstacle
@@ -94,7 +94,8 @@ class Steps:
             words = [f"batch {setting.samples}", f"{setting.tokens} tokens" if setting.tokens else ""]
             words.append(setting.precision or "")
             self._progress(f"tracing {', '.join(word for word in words if word)}", min(0.95, self.num_traced / 40))
-            self._traced[setting] = self._trace(setting)
+            with no_garbage_collection():  # else each trace takes the longer, the more there are
+                self._traced[setting] = self._trace(setting)
         return self._traced[setting]
 
     def _trace(self, setting: Setting) -> StepGraph:
@@ -231,7 +232,7 @@ class Way:
             return True
         return self.least_bytes <= self.budget_bytes
 
-    @property
+    @cached_property
     def least_bytes(self) -> int:
         """The smallest peak that this way can have."""
         if self.regions == "planned":
@@ -249,6 +250,12 @@ class Way:
         if self.regions != "planned":
             return self.specs
         return self.planning.planner.plan(self.least_bytes).regions
+
+    def keep_least_only(self) -> Way:
+        """Work the smallest peak and its regions out and let go of the planner, which takes hundreds of MiB."""
+        assert self.least_specs is not None
+        self.__dict__.pop("planning", None)
+        return self
 
     @cached_property
     def profile(self) -> MemoryProfile:
