@@ -93,6 +93,15 @@ def test_optimizer_bound_states_are_to_shrink():
     assert advice.diagnosis("shallow") is None, "what dominates explains it"
 
 
+def test_more_devices_are_tried_until_everything_fits_on_each():
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    advice = advise(model, torch.ones(4, 512), 23 * MIB)
+    shards = [remedy for remedy in advice.diagnosis("states").remedies if remedy.name.startswith("shard")]
+    assert [remedy.fits for remedy in shards] == [False] * 3 + [True]
+    assert shards[-1].name == "shard everything over 16 devices"
+    assert advice.action == "shrink states"
+
+
 def test_logits_bound_the_loss_is_to_chunk():
     advice = advise(LanguageModel(20_000, 64, 4), torch.arange(512).view(1, 512), 120 * MIB)
     assert advice.action == "chunk the loss"

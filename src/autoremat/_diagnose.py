@@ -39,7 +39,8 @@ LOSS_CHUNKS = 8
 LORA_RANK = 16
 _EIGHT_BIT = (1 + 4 / 256) / 4
 _STATES = ("parameter", "gradient", "optimizer_state", "ema")
-_DEVICES = (2, 4, 8)
+_DEVICES = (2, 4, 8, 16, 32, 64)
+"""Over how many devices everything is sharded: the first three in any case, more until it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,10 @@ def _states(facts: Facts) -> Diagnosis | None:
 
 def _lighter_states(facts: Facts, tightest: Way) -> tuple[Remedy, ...]:
     graph, peak = tightest.graph, tightest.least_bytes
-    remedies = []
+    remedies: list[Remedy] = []
     for devices in _DEVICES:
+        if len(remedies) >= 3 and remedies[-1].fits:
+            break
         try:
             sharded = distribute(graph, Sharding(stage=3, world_size=devices))
             least = Way(sharded, tightest.target, "planned", facts.budget_bytes).least_bytes
