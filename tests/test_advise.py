@@ -102,6 +102,14 @@ def test_more_devices_are_tried_until_everything_fits_on_each():
     assert advice.action == "shrink states"
 
 
+def test_where_the_plain_step_fits_nothing_has_to_become_smaller():
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    advice = advise(model, torch.ones(4, 512), 1024 * MIB)
+    assert advice.action == "plain"
+    assert advice.diagnosis("states") is None
+    assert advice.diagnosis("roomy") is not None
+
+
 def test_logits_bound_the_loss_is_to_chunk():
     advice = advise(LanguageModel(20_000, 64, 4), torch.arange(512).view(1, 512), 120 * MIB)
     assert advice.action == "chunk the loss"

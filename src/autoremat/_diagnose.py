@@ -65,8 +65,9 @@ class Facts:
 
 
 def diagnose(facts: Facts) -> tuple[Diagnosis, ...]:
-    """Everything that applies, most telling first."""
-    dominant = [found for rule in (_states, _loss) if (found := rule(facts)) is not None]
+    """Everything that applies, most telling first; where the plain step fits, nothing has to become smaller."""
+    fits = facts.plain.least_bytes <= facts.budget_bytes
+    dominant = [] if fits else [found for rule in (_states, _loss) if (found := rule(facts)) is not None]
     rules = (_roomy, _launches) if dominant else (_shallow, _roomy, _launches)  # what dominates explains the rest
     return (*dominant, *(found for rule in rules if (found := rule(facts)) is not None))
 
