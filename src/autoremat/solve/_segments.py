@@ -280,13 +280,21 @@ def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, 
 
     wanted: dict[Calls, Calls] = {}
     for row in rows.rows:
-        step = -(-len(row) // MAX_CUTS)
-        cuts = [0, *range(len(row) % step or step, len(row) + 1, step)]  # so that they end alike
+        cuts = _cuts(facts, row)
         spans = [_joined(row[a:b]) for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
         for calls in (*spans, *row):
             wanted.setdefault(calls, _joined(row))
     found = _in_reverse_order(facts, _possible(facts, rows, filter(has_parts, wanted)))
     return {calls: (copies, wanted[calls]) for calls, copies in found.items()}
+
+
+def _cuts(facts: Facts, row: Row) -> list[int]:
+    """Places of a row at which nests start and stop."""
+    calls, step = facts.graph.calls, -(-len(row) // MAX_CUTS)
+    # Nests of equal calls end alike, so that their parts of the table are equal but for their length.
+    is_even = len({calls[part[-1]].end - calls[part[0]].start for part in row}) == 1
+    first = len(row) % step if is_even else 0
+    return [0, *range(first or step, len(row), step), len(row)]
 
 
 def _clocks(facts: Facts, rows: Rows, boundaries: Iterable[tuple[int, bool]], step: int) -> tuple[int, ...]:
