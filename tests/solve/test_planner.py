@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autoremat._ledger import expand, peak_bytes
-from autoremat._replay import RegionSpec
+from autoremat._replay import RegionSpec, replay
 from autoremat._step_graph import StepGraph
 from autoremat.solve import CLASSIC_NAMES, Planner, Solution, classic_regions, frontier_regions, plan_regions
 from autoremat.solve._facts import collect_facts
@@ -296,6 +296,18 @@ def test_every_output_that_a_nest_may_store_besides_is_legal(graph: StepGraph) -
             (spec, *_) = problem.regions([(nest.number, nest.stores, tuple(inside))])
             for other in stores_more(facts, spec, storable(problem), [1.0] * len(graph.ops)):
                 run_schedule(graph, expand(graph, [other]))
+
+
+def test_a_nest_that_stores_the_outputs_of_one_op_more_leaves_that_op_out() -> None:
+    graph = build_step((("h.0", (("norm", 0, 4), ("attention", 0, 4), ("linear", 0, 4))), ("h.1", (("linear", 0, 4),))))
+    facts = collect_facts(graph, flops_of(graph))
+    first, second = (call.index for call in graph.calls if call.parent == 0)
+    nest = RegionSpec(first, then=(second,), children=(RegionSpec(second),))
+    attention = next(op for op in graph.ops if "sdpa" in op.name)
+    allowed = frozenset(range(len(graph.storages)))
+    found = next(stores_more(facts, nest, allowed, [float(op.index == attention.index) for op in graph.ops]))
+    assert found.kept == frozenset(attention.outputs[:2]), "the third is read by nobody"
+    assert attention.index not in replay(graph, found).ops
 
 
 @pytest.mark.parametrize("num_blocks", [2, 4])

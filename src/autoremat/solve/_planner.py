@@ -321,7 +321,7 @@ class Planner:
         return best
 
     def _nearby(self, regions: tuple[RegionSpec, ...]) -> Iterator[tuple[RegionSpec, ...]]:
-        """Plans in which one nest stores one output more; only of nests that have no copies to change with them."""
+        """Plans in which one nest stores the outputs of one op more; not of nests with copies to change with them."""
         alone = {group[0] for group in self._by_name(regions) if len(group) == 1}
         for position, spec in enumerate(regions):
             if spec.children and spec in alone:

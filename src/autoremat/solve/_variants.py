@@ -1,4 +1,4 @@
-"""Plans next to a plan with nests: a nest, or a region inside one, that stores one output more.
+"""Plans next to a plan with nests: a nest, or a region inside one, that stores the outputs of one op more.
 
 The table knows few sets of outputs that nests may store, and counts what they store as alive until their backward ends
 (see `_nests`). The ledger knows better, so plans that the table cannot see are tried one by one.
@@ -15,8 +15,8 @@ from autoremat.solve._facts import Facts
 from autoremat.solve._problem import Problem
 from autoremat.solve._units import can_be_stored
 
-MAX_OUTPUTS = 8
-"""Outputs tried for one region, those that take most to make again first."""
+MAX_OPS = 8
+"""Ops whose outputs are tried for one region, those that take most to run again first."""
 
 
 def storable(problem: Problem) -> frozenset[int]:
@@ -28,7 +28,7 @@ def storable(problem: Problem) -> frozenset[int]:
 def stores_more(
     facts: Facts, spec: RegionSpec, allowed: frozenset[int], op_cost: Sequence[float]
 ) -> Iterator[RegionSpec]:
-    """A region as it is but for one more output that it, or one inside it, stores.
+    """A region as it is but for the outputs of one more op that it, or one inside it, stores.
 
     Args:
         facts: The step.
@@ -38,11 +38,14 @@ def stores_more(
     """
     work, end = replay(facts.graph, spec, facts.saved_in(*spec.calls)), facts.graph.calls[spec.calls[-1]].end
     makers = sorted((i for i in work.ops if op_cost[i] > 0), key=lambda i: (-op_cost[i], i))
-    storages = facts.graph.storages
-    made = (s for i in makers for s in dict.fromkeys(facts.graph.ops[i].outputs) if storages[s].born == i)
-    outputs = (s for s in made if s in allowed and s not in spec.kept and can_be_stored(facts, end, s))
-    for s in islice(outputs, MAX_OUTPUTS):
-        yield dataclasses.replace(spec, kept=spec.kept | {s}, is_whole=False)
+    read = work.needed.union(*(facts.graph.ops[i].inputs for i in work.ops))
+
+    def outputs(op: int) -> frozenset[int]:
+        asked = (s for s in facts.graph.ops[op].outputs if facts.graph.storages[s].born == op and s in read)
+        return frozenset(s for s in asked if s in allowed and can_be_stored(facts, end, s)) - spec.kept
+
+    for found in islice(filter(None, map(outputs, makers)), MAX_OPS):
+        yield dataclasses.replace(spec, kept=spec.kept | found, is_whole=False)
     for position, child in enumerate(spec.children):
         for other in stores_more(facts, child, allowed, op_cost):
             children = (*spec.children[:position], other, *spec.children[position + 1 :])
