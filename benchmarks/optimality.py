@@ -4,7 +4,7 @@
 
 Steps are chains of random layers with up to 40 ops (forward and backward); every op is a module call. In half of them
 the layers are called one after the other by the model itself ("flat"), in the others by blocks of two to four layers,
-which no region may cut across ("blocks"); *without blocks* is the plan for the same ops and budget if the model itself
+which do nothing else ("blocks"); *without blocks* is the plan for the same ops and budget if the model itself
 called all layers. Each is planned at three budgets: the smallest that a plan meets, and 30 %
 and 60 % of the way to the plain peak. Costs are FLOPs plus bytes moved, as shares of the plain step. The oracle may run
 any op of forward again at any time of backward; it has no regions. Cases that

@@ -143,6 +143,48 @@ def test_all_that_a_module_calls_is_written_as_the_module():
     assert folded(both, spec(crossing), spec(second)) == (both, (crossing,), (second,))
 
 
+class Masked(nn.Module):
+    """Passes a tensor through a row, but its parts get a mask as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Scaled(), Scaled()
+
+    def forward(self, x, mask):
+        return self.down(self.up(x, mask), mask)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(3))
+
+    def forward(self, x):
+        mask = torch.ones(WIDTH)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x.square().sum()
+
+
+def test_a_module_whose_parts_get_something_else_besides_stays_whole():
+    graph = ar.trace(Stack(), BATCH, optimizer=None)
+    rows = find_rows(collect_facts(graph, [0.0] * len(graph.ops)))
+    assert not rows.inner
+    assert [graph.calls[c].path for row in rows.rows if len(row) == 3 for (c,) in row] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+
+
 class Twice(nn.Module):
     """Runs a module of two parts twice, and something after it."""
 

@@ -16,7 +16,9 @@ from autoremat._replay import RegionSpec, replay
 from autoremat._step_graph import StepGraph
 from autoremat.solve import CLASSIC_NAMES, Planner, Solution, classic_regions, frontier_regions, plan_regions
 from autoremat.solve._facts import collect_facts
+from autoremat.solve._planner import _with_children
 from autoremat.solve._problem import build_problem
+from autoremat.solve._segments import is_possible
 from autoremat.solve._table import Table
 from autoremat.solve._variants import storable, stores_more
 from machine import run_schedule
@@ -296,6 +298,18 @@ def test_every_output_that_a_nest_may_store_besides_is_legal(graph: StepGraph) -
             (spec, *_) = problem.regions([(nest.number, nest.stores, tuple(inside))])
             for other in stores_more(facts, spec, storable(problem), [1.0] * len(graph.ops)):
                 run_schedule(graph, expand(graph, [other]))
+
+
+@slow
+@given(step_graphs(max_blocks=3, max_ops=4))
+def test_no_schedule_by_name_has_a_smaller_peak(graph: StepGraph) -> None:
+    planner, facts = planner_of(graph), collect_facts(graph, flops_of(graph))
+    for name in CLASSIC_NAMES:
+        regions = classic_regions(graph, name) or ()
+        if all(is_possible(facts, spec.calls) for spec in _with_children(regions)):
+            peak = peak_bytes(graph, expand(graph, regions))
+            assert planner.smallest_bytes <= peak
+            assert planner.plan(peak).cost <= cost_of(graph, regions, flops_of(graph))
 
 
 def test_a_nest_that_stores_the_outputs_of_one_op_more_leaves_that_op_out() -> None:

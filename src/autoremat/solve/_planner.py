@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoremat._regions import describe_all
@@ -177,10 +177,14 @@ class Planner:
         found = []
         for name in CLASSIC_NAMES:
             regions = classic_regions(self._facts.graph, name) or ()
-            are_possible = all(is_possible(self._facts, r.calls) and not r.children for r in regions)
-            if regions and are_possible and (not self._flat or _is_unnumbered(self._facts.graph, regions)):
+            are_possible = all(is_possible(self._facts, region.calls) for region in _with_children(regions))
+            if regions and are_possible and (not self._flat or self._is_flat(regions)):
                 found.append(self._priced(regions))
         return found
+
+    def _is_flat(self, regions: Sequence[RegionSpec]) -> bool:
+        """Whether compiled code can express them: none has others inside or needs to say which call is meant."""
+        return not any(region.children for region in regions) and _is_unnumbered(self._facts.graph, regions)
 
     def _find_smallest(self) -> _Priced:
         """Of the plans for the smallest limits of the table, the one whose peak is lowest by the ledger."""
@@ -382,6 +386,12 @@ class Planner:
             smallest_bytes=self._smallest.peak_bytes,
             bound=self._bound.at(budget_bytes) if priced.cost > 0 else 0.0,
         )
+
+
+def _with_children(regions: Iterable[RegionSpec]) -> Iterator[RegionSpec]:
+    for region in regions:
+        yield region
+        yield from _with_children(region.children)
 
 
 def _is_unnumbered(graph: StepGraph, regions: Sequence[RegionSpec]) -> bool:

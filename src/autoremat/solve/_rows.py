@@ -125,15 +125,20 @@ def _twins(facts: Facts) -> dict[int, Calls]:
 
 
 def _passes_through(facts: Facts, twins: dict[int, Calls], around: int, inside: Sequence[int]) -> bool:
-    """Whether a module's forward consists of one row of calls, in every micro-step."""
+    """Whether a module's forward consists of one row of calls that get nothing else, in every micro-step."""
     calls = facts.graph.calls
     steps = zip(twins[around], *(twins[call] for call in inside), strict=True)
     return all(
         calls[first].inputs == calls[module].inputs
         and calls[rest[-1] if rest else first].outputs == calls[module].outputs
-        and all(_feeds(facts, before, call) for before, call in pairwise((first, *rest)))
+        and all(_is_all_of(facts, before, call) for before, call in pairwise((first, *rest)))
         for module, first, *rest in steps
     )
+
+
+def _is_all_of(facts: Facts, before: int, call: int) -> bool:
+    """Whether a call gets what the one before returned and nothing else: no mask, no residual."""
+    return facts.graph.calls[call].inputs == facts.graph.calls[before].outputs and _feeds(facts, before, call)
 
 
 def _feeds(facts: Facts, before: int, call: int) -> bool:
