@@ -93,7 +93,17 @@ def test_frontier_is_drawn_into_pictures(run, models, tmp_path):
     assert "every-block" in output.read_text()
     code, _, err = run("frontier", f"{models}:chain", "--points", "4", "-o", str(tmp_path / "none" / "curve.png"))
     assert code == 2
-    assert "Cannot write the picture" in err
+    assert f"Cannot write to {tmp_path / 'none' / 'curve.png'}" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "frontier", "report", "export --to torch", "advise", "demo"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, monkeypatch, command):
+    monkeypatch.setattr("autoremat._cli_support.building", None)
+    name, *more = command.split()
+    option = {"advise": "--picture", "demo": "--report"}.get(name, "--output")
+    code, _, err = run(name, *([] if name == "demo" else ["gpt2"]), *more, option, "none/file.svg")
+    assert code == 2
+    assert "Cannot write to none/file.svg: none is no directory" in err
 
 
 def test_frontier_prints_json_and_nothing_else(run, models):

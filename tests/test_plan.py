@@ -129,3 +129,10 @@ def test_repr_says_what_matters():
 def test_two_plans_diff_well():
     lines = [synthetic_plan(num_regions=n).to_json().splitlines() for n in (2, 3)]
     assert len(set(lines[1]) - set(lines[0])) < 12
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("import torch")
+    with pytest.raises(PlanError, match=r"train.py: Not a plan of schema version"):
+        Plan.load(file)

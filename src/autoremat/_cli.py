@@ -22,6 +22,7 @@ from autoremat._cli_options import (
     BudgetIsOption,
     BudgetOption,
     ClipOption,
+    CurveOption,
     DdpOption,
     EmaOption,
     JsonOption,
@@ -29,8 +30,11 @@ from autoremat._cli_options import (
     ObjectiveOption,
     OptimizerOption,
     OutputOption,
+    PageOption,
+    PictureOption,
     PlanOption,
     PrecisionOption,
+    ReportOption,
     ScalerOption,
     SeqOption,
     ShardOption,
@@ -183,10 +187,7 @@ def frontier(
     ema: EmaOption = False,
     ddp: DdpOption = False,
     shard: ShardOption = None,
-    output: Annotated[
-        Optional[Path],  # noqa: UP045 - as above
-        typer.Option("--output", "-o", help="Write the curve here: a .svg or .png picture, or else JSON."),
-    ] = None,
+    output: CurveOption = None,
     json: JsonOption = False,
 ) -> None:
     """Find the least slowdown for every budget, from the smallest possible peak to no checkpointing."""
@@ -320,10 +321,7 @@ def advise(
     sizes: Annotated[
         bool, typer.Option(help="Look for the largest batch and the longest sequence of each way.")
     ] = True,
-    picture: Annotated[
-        Optional[Path],  # noqa: UP045 - as above
-        typer.Option(help="Draw the frontier with the ways as points into this .svg, .png or .pdf."),
-    ] = None,
+    picture: PictureOption = None,
     json: JsonOption = False,
 ) -> None:
     """Work out the ways to train a model on a device, and say which to take and why. Needs no GPU."""
@@ -409,7 +407,7 @@ def write_report(
     shard: ShardOption = None,
     budget_is: BudgetIsOption = None,
     allocator: AllocatorOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")] = Path("report.html"),
+    output: ReportOption = Path("report.html"),
     format_: Annotated[
         Optional[Literal["html", "png", "svg", "json"]],  # noqa: UP045 - as above
         typer.Option("--format", help="What to write; by default what the file's name says."),
@@ -454,7 +452,7 @@ def write_report(
 @app.command()
 def demo(
     *,
-    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("autoremat-demo.html"),
+    report: PageOption = Path("autoremat-demo.html"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps, plain and planned.")] = 20,
 ) -> None:
     """Plan BERT-large for a 24 GB card, then train a small GPT-2 plain and under a budget. Takes minutes, no GPU."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -18,6 +17,7 @@ from autoremat._cli_options import (
     PrecisionOption,
     SeqOption,
     TargetOption,
+    TextOption,
 )
 from autoremat._cli_support import building, show, traced_and_planned, write_file
 
@@ -36,7 +36,7 @@ def export(
     target: TargetOption = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Write the text here.")] = None,  # noqa: UP045
+    output: TextOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write a plan in the words of another library. What is lost against the plan goes to stderr, with numbers."""

@@ -8,6 +8,15 @@ from typing import Annotated, Literal, Optional
 import typer
 
 from autoremat._cli_complete import complete_model, complete_optimizer, complete_precision, complete_target
+from autoremat._errors import UsageError
+
+
+def to_write(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before minutes of work go into it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"Cannot write to {path}: {path.parent} is no directory.")
+    return path
+
 
 _MODEL, _BUDGET, _STEP = "Model and batch", "Budget and device", "Step"
 _MANY, _FILES = "Many devices", "Files and output"
@@ -85,6 +94,22 @@ PlanOption = Annotated[
 ]
 OutputOption = Annotated[
     Optional[Path],  # noqa: UP045 - typer reads it
-    typer.Option("--output", "-o", help="Write the plan here.", rich_help_panel=_FILES),
+    typer.Option("--output", "-o", help="Write the plan here.", callback=to_write, rich_help_panel=_FILES),
 ]
+CurveOption = Annotated[
+    Optional[Path],  # noqa: UP045 - as above
+    typer.Option(
+        "--output", "-o", help="Write the curve here: a .svg or .png picture, or else JSON.", callback=to_write
+    ),
+]
+TextOption = Annotated[
+    Optional[Path],  # noqa: UP045 - as above
+    typer.Option("--output", "-o", help="Write the text here.", callback=to_write),
+]
+PictureOption = Annotated[
+    Optional[Path],  # noqa: UP045 - as above
+    typer.Option(help="Draw the frontier with the ways as points into this .svg, .png or .pdf.", callback=to_write),
+]
+ReportOption = Annotated[Path, typer.Option("--output", "-o", help="Where to write it.", callback=to_write)]
+PageOption = Annotated[Path, typer.Option(help="Where to write the HTML report.", callback=to_write)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", rich_help_panel=_FILES)]

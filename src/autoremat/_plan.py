@@ -257,7 +257,10 @@ class Plan(Shown):
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from error
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     def __repr__(self) -> str:
         parts = [f"{len(self.regions)} regions"]
