@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from itertools import accumulate
 
 import numpy as np
@@ -246,6 +247,37 @@ def test_growth_is_planned_far_ahead_where_that_is_cheap(options, planned):
     for rows in (30, 31, 38, 120):
         model(torch.randn(rows, WIDTH))
     assert [p.observed.sizes[0] for p in ar.enabled(model)._prepared] == planned
+
+
+def test_where_growth_ends_early_a_plan_for_what_came_takes_over(monkeypatch):
+    monkeypatch.setattr(_enabled, "MAX_PLANNING_SHARE", 1.0)
+    model = enable(build(), "900KiB", optimizer=None)
+    for rows in (30, 31, *[70, 69] * _enabled.WORTH_A_PLAN, 68, 89, 110, 110, 110):
+        model(torch.randn(rows, WIDTH))
+    first, far, last = ar.enabled(model)._prepared
+    assert [p.observed.sizes[0] for p in (first, far, last)] == [30, 124, 88]
+    assert far.plan.regions
+    assert last.plan.planned.flops < far.plan.planned.flops * 88 / 124 + 1
+    model(torch.randn(70, WIDTH))
+    assert ar.enabled(model).plan is last.plan
+
+
+def test_growth_is_not_planned_far_ahead_where_a_trace_takes_memory():
+    class Reads(Net):
+        def forward(self, x):
+            return super().forward(x) * (2 if x.float().sum().item() > 0 else 1)
+
+    class Routes(Net):
+        def forward(self, x):
+            return super().forward(x) * (2 if self.head(x).sum().item() > 0 else 1)
+
+    for build_model, planned in ((Reads, [30, 248]), (Routes, [30, 39])):
+        model = enable(build_model(), "1GiB", optimizer=None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*traced on a real copy")
+            for rows in (30, 31):
+                model(torch.ones(rows, WIDTH))
+        assert [p.observed.sizes[0] for p in ar.enabled(model)._prepared] == planned
 
 
 def test_a_plan_that_larger_steps_would_break_is_made_for_the_step_alone():

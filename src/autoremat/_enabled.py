@@ -88,6 +88,7 @@ class Enabled:
         self._chosen: dict[Observed, Prepared] = {}
         self._wanted: Counter[Observed] = Counter()
         self._bounded: set[Hashable] = set()
+        self._reached: dict[Hashable, Observed] = {}
         self._pending: tuple[Prepared, threading.Thread] | None = None
         self._current: Prepared | None = None
         self._started_s: float | None = None
@@ -219,6 +220,8 @@ class Enabled:
     def _choose(self, observed: Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prepared:
         """The plan for a step: the one for the smallest sizes that are no smaller, or a new one."""
         batch = as_batch(self._model, args, kwargs)
+        reached = self._reached.get(observed.kind)
+        self._reached[observed.kind] = observed if reached is None else observed.with_largest(reached)
         serving = [p for p in self._prepared if p.observed.serves(observed)]
         if not serving:
             chosen = self._prepare_larger(observed, batch)
@@ -238,46 +241,53 @@ class Enabled:
     def _prepare_larger(self, observed: Observed, batch: Batch) -> Prepared:
         """A plan that is needed: for these sizes, or for larger ones if sizes have been seen to grow."""
         known = [p for p in self._prepared if p.observed.kind == observed.kind]
-        for factor in (*self._far(observed, known, batch), HEADROOM):
+        far = self._far(observed, known, batch)
+        for factor in (*far, HEADROOM):
             roomy = observed.with_headroom([p.observed for p in known], factor)
             if roomy != observed:
                 try:
-                    return self._prepare(roomy, batch)
+                    return self._prepare(roomy, batch, far_ahead=factor in far)
                 except AutorematError:  # larger than the model takes, or than the budget allows
                     self._bounded.add(observed.kind)
         return self._prepare(observed, batch)
 
     def _far(self, observed: Observed, known: list[Prepared], batch: Batch) -> list[Fraction]:
         """How far ahead to plan, at most once: growth that goes on would ask for plan after plan."""
-        if not known or observed.kind in self._bounded or any(p.is_traced_on_values for p in known):
+        on_copy = self._options.trace_options.get("fake") is False  # whose activations would take memory
+        if not known or observed.kind in self._bounded or on_copy:
             return []
         largest, budget_bytes = max(known, key=lambda p: p.plain_bytes), self._within(batch)
         if not observed.serves(largest.observed):
             return []
         for factor in FAR:
             far = observed.with_headroom([p.observed for p in known], factor)
-            held = largest.planning.graph.static_bytes + batch_bytes(batch) * (
-                factor + 1
-            )  # planning makes such a batch
+            # Planning makes a batch of that size.
+            held = largest.planning.graph.static_bytes + batch_bytes(batch) * (factor + 1)
             if held <= budget_bytes and largest.guess_plain_bytes(far) <= FAR_OVER_BUDGET * budget_bytes:
                 return [factor]
         return []
 
     def _may_get_smaller(self, observed: Observed, chosen: Prepared) -> bool:
         assert chosen.plan is not None
-        return bool(chosen.plan.regions) and observed.share_of(chosen.observed) <= SMALLER_BUCKET
+        return bool(chosen.plan.regions) and self._smaller(observed, chosen) != chosen.observed
+
+    def _smaller(self, observed: Observed, serving: Prepared) -> Observed:
+        """The sizes for which a cheaper plan would be made; those of the plan itself if none would."""
+        if observed.share_of(serving.observed) <= SMALLER_BUCKET:
+            return serving.observed.halved(observed)
+        if serving.is_far_ahead:  # growth may have ended long before
+            reached = serving.observed.up_to(self._reached[observed.kind])
+            if reached.share_of(serving.observed) <= 1 / HEADROOM:
+                return reached
+        return serving.observed
 
     def _prepare_smaller(self, observed: Observed, serving: Prepared, batch: Batch) -> Prepared:
         """A cheaper plan for a step that is much smaller than its plan was made for, once that is worth its time."""
         if self._pending is not None or not self._may_get_smaller(observed, serving):
             return serving
-        smaller = serving.observed.halved(observed)
+        smaller = self._smaller(observed, serving)
         self._wanted[smaller] += 1
-        if (
-            smaller == serving.observed
-            or self._wanted[smaller] < WORTH_A_PLAN
-            or not self._is_affordable(serving, smaller)
-        ):
+        if self._wanted[smaller] < WORTH_A_PLAN or not self._is_affordable(serving, smaller):
             return serving
         self._wanted[smaller] = -(10**9)  # if it fails, it is not tried again
         try:
@@ -293,17 +303,26 @@ class Enabled:
         spent_s = sum(p.seconds for p in self._prepared[2:]) + (like.trace_s if plain_fits else like.seconds)
         return spent_s <= MAX_PLANNING_SHARE * (time.perf_counter() - self._started_s)
 
-    def _prepare(self, observed: Observed, batch: Batch) -> Prepared:
-        """Trace a step, and have a plan for it; in the background the one that bridges the time."""
+    def _prepare(self, observed: Observed, batch: Batch, *, far_ahead: bool = False) -> Prepared:
+        """Trace a step, and have a plan for it; in the background the one that bridges the time.
+
+        Args:
+            observed: Kind and sizes of the step.
+            batch: Of any sizes.
+            far_ahead: The sizes are far beyond the batch's. A model that cannot be traced on fake tensors is refused
+                then: a real copy would take memory for its step.
+        """
         self._switch(None)
         batch = resized(batch, observed.sizes)
         options = self._options
-        step = {
+        step: dict[str, Any] = {
             "optimizer": self._planned_optimizer(),
             "gradients": "kept" if observed.has_gradients else "fresh",
             "precision": options.trace_options.get("precision", self._precision()),
         }
+        step |= {"fake": True} if far_ahead else {}
         prepared = Prepared(self._model, batch, observed, options, self._loss, self.note_out_of_memory, **step)
+        prepared.is_far_ahead = far_ahead
         if self._loss.stands_in:
             self._say_once(
                 f"{type(self._model).__name__} returns no loss, so the plan counts a cross-entropy over the last "

@@ -70,6 +70,15 @@ class Observed:
         ]
         return Observed(self.kind, (*sizes[:-1], self.sizes[-1]))
 
+    def with_largest(self, other: Observed) -> Observed:
+        """The larger of both in each size."""
+        return Observed(self.kind, tuple(map(max, self.sizes, other.sizes)))
+
+    def up_to(self, reached: Observed) -> Observed:
+        """These sizes, but with no more than the usual room beyond others."""
+        sizes = [min(a, -int(-b * HEADROOM // 1)) for a, b in zip(self.sizes[:-1], reached.sizes[:-1], strict=True)]
+        return Observed(self.kind, (*sizes, self.sizes[-1]))
+
     def halved(self, smaller: Observed) -> Observed:
         """These sizes, each halved as often as the other's allow."""
         sizes = []

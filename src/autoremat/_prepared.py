@@ -71,6 +71,7 @@ class Prepared:
         is_rough: Whether `plan` only bridges the time until the planner is done.
         seconds: What has been spent on it.
         trace_s: What of that the trace took.
+        is_far_ahead: Whether it is for sizes far beyond those that came.
         plain_bytes: Peak of the step without a plan.
     """
 
@@ -86,7 +87,7 @@ class Prepared:
     ) -> None:
         self.observed = observed
         self.plan: Plan | None = None
-        self.is_rough = False
+        self.is_rough = self.is_far_ahead = False
         self.seconds = 0.0
         self._applied: Applied | None = None
         self._reference, self._loss = weakref.ref(model), loss
@@ -146,12 +147,6 @@ class Prepared:
     def plain_fits(self, budget_bytes: int) -> bool:
         """Whether nothing has to be recomputed: then the planner has nothing to do, and its setup is the work."""
         return self._options.budget_is == "allocated" and self.plain_bytes <= budget_bytes
-
-    @property
-    def is_traced_on_values(self) -> bool:
-        """Whether the model's code reads values: then it may run on a real copy, whose sizes take memory."""
-        ops = self.planning.graph.ops
-        return self._step.get("fake") is False or any(op.reads_value and op.phase == "forward" for op in ops)
 
     def guess_plain_bytes(self, observed: Observed) -> float:
         """About what the plain step of other sizes has at its peak, if all but what it holds anyway is in proportion.
