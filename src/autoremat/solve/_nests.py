@@ -14,6 +14,8 @@ these has ended; what it stores counts as alive throughout its recompute.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,7 +106,8 @@ class _Stack:
     Attributes:
         calls: The calls, in order.
         born: Position of the call in which each droppable storage is born.
-        last: Position of the last call that saved it.
+        last: Position of the last call that saved it or took it as an argument.
+        gone: Position of the call that ends when nobody else refers to it either.
         num_bytes: Its size.
         is_stored: For each store set, which of them it has.
         highest: For each set, live bytes at most while each call and what follows it runs, with what it alone saved
@@ -115,6 +118,7 @@ class _Stack:
     calls: Calls
     born: Bytes
     last: Bytes
+    gone: Bytes
     num_bytes: Bytes
     is_stored: npt.NDArray[np.bool_]
     highest: Bytes
@@ -125,13 +129,13 @@ class _Stack:
         inside = (self.born >= first) & ~self.is_stored[stores]
         last, num_bytes, num = self.last[inside] - first, self.num_bytes[inside], len(self.calls) - first
 
-        def by_last(sizes: Bytes) -> Bytes:
-            return np.cumsum(np.bincount(last, weights=sizes, minlength=num)).astype(np.int64)
+        def up_to(calls: Bytes, sizes: Bytes) -> Bytes:
+            return np.cumsum(np.bincount(calls, weights=sizes, minlength=num)).astype(np.int64)
 
-        freed = by_last(num_bytes)
+        freed, gone = up_to(last, num_bytes), up_to(self.gone[inside] - first, num_bytes)
         extra = self.extra[stores, first + 1 :] - self.extra[stores, first]
-        forward = self.highest[stores, first:] - np.concatenate([[0], freed[:-1]]) + extra
-        stuck = np.array([by_last(stored * num_bytes) for stored in self.is_stored[:, inside]])
+        forward = self.highest[stores, first:] - np.concatenate([[0], gone[:-1]]) + extra
+        stuck = np.array([up_to(last, stored * num_bytes) for stored in self.is_stored[:, inside]])
         born = np.bincount(self.born[self.is_stored[stores]], minlength=len(self.calls))[first:]
         return _Spans(np.maximum.accumulate(forward), freed, extra, stuck, np.cumsum(born))
 
@@ -182,6 +186,11 @@ class NestDemands:
         self._op_cost = op_cost
         self._during = during
         self._region_cost = region_cost
+        self._takers: dict[int, list[int]] = defaultdict(list)
+        replaced = {module for found in segments.rows.modules.values() for module, _ in found}
+        for call in facts.graph.calls:
+            for s in call.inputs if call.index not in replaced else ():
+                self._takers[s].append(call.index)
         self._stacks: dict[Calls, _Stack] = {}
         self._spans: dict[tuple[Calls, int, int], _Spans] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
@@ -242,27 +251,30 @@ class NestDemands:
     def _make_stack(self, calls: Calls, sets: Sequence[frozenset[int]]) -> _Stack:
         facts, graph = self._facts, self._facts.graph
         place = {inner: position for position, call in enumerate(calls) for inner in graph.subtree(call)}
-        rows = []
+        bounds = [*(graph.calls[c].start for c in calls), graph.calls[calls[-1]].end]
+        ends, rows = bounds[1:], []
         extra = np.zeros((len(sets), len(calls) + 1), np.int64)
         for position, call in enumerate(calls):
             at = facts.first_unpack(call) or 0
             for s in facts.born_in(graph.calls[call].start, graph.calls[call].end):
-                savers = [place.get(r.call, len(calls)) for r in facts.records_of.get(s, ())]
-                last = max(savers, default=len(calls))
+                savers = [r.call for r in facts.records_of.get(s, ())]
+                # What takes it as an argument may be a region that holds it.
+                users = (*savers, *self._takers.get(s, ())) if savers else ()
+                last = max((place.get(user, len(calls)) for user in users), default=len(calls))
                 if last < len(calls) and graph.storages[s].last_ref <= self._gone_by(calls, last):
-                    rows.append((position, last, graph.storages[s].num_bytes, s))
+                    until = max(last, min(bisect_left(ends, graph.storages[s].last_ref), len(calls) - 1))
+                    rows.append((position, last, until, graph.storages[s].num_bytes, s))
                 if facts.deaths[s] < at:
                     extra[:, position + 1] += [graph.storages[s].num_bytes * (s in found) for found in sets]
-        born, lasts, sizes, names = np.array(rows, np.int64).reshape(-1, 4).T
+        born, lasts, gone, sizes, names = np.array(rows, np.int64).reshape(-1, 5).T
         is_stored = np.array([[s in found for s in names.tolist()] for found in sets], bool).reshape(len(sets), -1)
-        bounds = [*(graph.calls[c].start for c in calls), graph.calls[calls[-1]].end]
         highest = np.array(
             [
                 [self._highest(a, max(b, a + 1), names[(born == p) & (lasts == p) & ~stored]) for stored in is_stored]
                 for p, (a, b) in enumerate(pairwise(bounds))
             ]
         )
-        return _Stack(calls, born, lasts, sizes, is_stored, highest.T, np.cumsum(extra, axis=1))
+        return _Stack(calls, born, lasts, gone, sizes, is_stored, highest.T, np.cumsum(extra, axis=1))
 
     def _highest(self, start: int, stop: int, dropped: Bytes) -> int:
         """Live bytes at most between two clocks, with storages dropped when only autograd would hold them."""
