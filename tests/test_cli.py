@@ -169,13 +169,25 @@ def test_measure_exits_with_one_when_the_peak_is_over_the_budget(run, models, mo
     assert "OVER" in out
 
 
-def test_targets_lists_all(run):
+def test_targets_lists_all(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, _ = run("targets", "--json")
     assert code == 0
     assert [target["name"] for target in json.loads(out)] == list(target_names())
     code, out, _ = run("targets")
     assert code == 0
     assert all(name in out for name in target_names())
+
+
+def test_targets_are_listed_beside_a_calibration_that_cannot_be_read(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "autoremat").mkdir()
+    (tmp_path / "autoremat" / "calibration-cpu-old-1.json").write_text('{"version": 0}')
+    code, out, err = run("targets", "--json")
+    assert code == 0
+    assert {target["name"] for target in json.loads(out)} == set(target_names()) - {"here"}
+    assert "autoremat calibrate" in err
+    assert run("plan", "gpt2", "--budget", "8GiB", "--target", "here")[0] == 2
 
 
 def test_presets_lists_all(run):

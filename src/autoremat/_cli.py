@@ -61,7 +61,8 @@ from autoremat._cli_support import (
     write_frontier,
 )
 from autoremat._cli_teach import teach
-from autoremat._targets import get_target, target_names
+from autoremat._errors import UsageError
+from autoremat._targets import HERE, get_target, target_names, this_machine
 
 EXIT_FAILED_CHECK = 1
 
@@ -357,7 +358,11 @@ def advise(
 @app.command()
 def targets(*, json: JsonOption = False) -> None:
     """List the devices that a plan can be made for: a name, or the path of a .toml or .json file of your own."""
-    found = [get_target(name) for name in target_names()]
+    found = [get_target(name) for name in target_names() if name != HERE]
+    try:
+        found.append(this_machine())
+    except UsageError as error:  # what can be planned for does not hang on an old file
+        typer.echo(f"{HERE} is not listed: {error}", err=True)
     if json:
         show_json([target.to_dict() for target in found])
     else:
