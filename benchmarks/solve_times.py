@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -29,6 +29,7 @@ from rich.table import Table
 
 import autoremat as ar
 from autoremat._prices import Prices
+from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
 from autoremat.solve import Planner
 from strategies import TRANSFORMER, Recipe, build_step
@@ -80,10 +81,10 @@ def solve(graph: StepGraph, what: str) -> dict[str, object]:
     op_cost = [float(op.flops) for op in graph.ops]
     prices = 0
 
-    def price(specs: object) -> int:
+    def price(specs: Sequence[RegionSpec]) -> int:
         nonlocal prices
         prices += 1
-        return known.peak_bytes(specs)  # type: ignore[arg-type]
+        return known.peak_bytes(specs)
 
     wall, cpu = time.perf_counter(), time.process_time()
     known = Prices(graph)

@@ -48,6 +48,12 @@ class RegionSpec:
         """All calls of the region, in order."""
         return (self.call, *self.then)
 
+    def with_children(self) -> Iterator[RegionSpec]:
+        """This region and those inside it, outer ones first."""
+        yield self
+        for child in self.children:
+            yield from child.with_children()
+
     def is_part_of(self, parent: RegionSpec) -> bool:
         """Whether this consists of calls of the region around it: their arguments are then known to that one."""
         return set(self.calls) <= set(parent.calls)

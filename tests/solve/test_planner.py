@@ -16,7 +16,6 @@ from autoremat._replay import RegionSpec, replay
 from autoremat._step_graph import StepGraph
 from autoremat.solve import CLASSIC_NAMES, Planner, Solution, classic_regions, frontier_regions, plan_regions
 from autoremat.solve._facts import collect_facts
-from autoremat.solve._planner import _with_children
 from autoremat.solve._problem import build_problem
 from autoremat.solve._segments import is_possible
 from autoremat.solve._table import Table
@@ -306,7 +305,7 @@ def test_no_schedule_by_name_has_a_smaller_peak(graph: StepGraph) -> None:
     planner, facts = planner_of(graph), collect_facts(graph, flops_of(graph))
     for name in CLASSIC_NAMES:
         regions = classic_regions(graph, name) or ()
-        if all(is_possible(facts, spec.calls) for spec in _with_children(regions)):
+        if all(is_possible(facts, spec.calls) for region in regions for spec in region.with_children()):
             peak = peak_bytes(graph, expand(graph, regions))
             assert planner.smallest_bytes <= peak
             assert planner.plan(peak).cost <= cost_of(graph, regions, flops_of(graph))

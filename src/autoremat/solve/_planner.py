@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoremat._regions import describe_all
@@ -177,7 +177,8 @@ class Planner:
         found = []
         for name in CLASSIC_NAMES:
             regions = classic_regions(self._facts.graph, name) or ()
-            are_possible = all(is_possible(self._facts, region.calls) for region in _with_children(regions))
+            nested = (region for spec in regions for region in spec.with_children())
+            are_possible = all(is_possible(self._facts, region.calls) for region in nested)
             if regions and are_possible and (not self._flat or self._is_flat(regions)):
                 found.append(self._priced(regions))
         return found
@@ -386,12 +387,6 @@ class Planner:
             smallest_bytes=self._smallest.peak_bytes,
             bound=self._bound.at(budget_bytes) if priced.cost > 0 else 0.0,
         )
-
-
-def _with_children(regions: Iterable[RegionSpec]) -> Iterator[RegionSpec]:
-    for region in regions:
-        yield region
-        yield from _with_children(region.children)
 
 
 def _is_unnumbered(graph: StepGraph, regions: Sequence[RegionSpec]) -> bool:

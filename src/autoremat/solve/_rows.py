@@ -95,12 +95,16 @@ def find_rows(facts: Facts, *, joined: bool = True) -> Rows:
     for call in twins:
         siblings[facts.graph.calls[call].parent].append(call)
     inner: dict[int, Calls] = {}
+
+    def unfolded(calls: Sequence[int]) -> list[Calls]:
+        return [inner.get(call, (call,)) for call in calls]
+
     for parent in sorted(siblings, reverse=True) if joined else ():  # inner calls come after those around them
         if parent in twins and _passes_through(facts, twins, parent, siblings[parent]):
-            inner[parent] = tuple(c for call in siblings[parent] for c in inner.get(call, (call,)))
+            inner[parent] = tuple(call for part in unfolded(siblings[parent]) for call in part)
     found: dict[Row, None] = {}
     for parent, calls in siblings.items():
-        parts = [inner.get(call, (call,)) for call in calls]
+        parts = unfolded(calls)
         found |= dict.fromkeys(_linked(facts, twins, parts))
         if parent not in inner and any(len(part) > 1 for part in parts):
             found |= dict.fromkeys(_linked(facts, twins, [(call,) for part in parts for call in part]))

@@ -15,7 +15,7 @@ from autoremat.solve._facts import Facts
 from autoremat.solve._problem import Problem
 from autoremat.solve._units import can_be_stored
 
-MAX_OPS = 8
+MAX_TRIED_OPS = 8
 """Ops whose outputs are tried for one region, those that take most to run again first."""
 
 
@@ -44,7 +44,7 @@ def stores_more(
         asked = (s for s in facts.graph.ops[op].outputs if facts.graph.storages[s].born == op and s in read)
         return frozenset(s for s in asked if s in allowed and can_be_stored(facts, end, s)) - spec.kept
 
-    for found in islice(filter(None, map(outputs, makers)), MAX_OPS):
+    for found in islice(filter(None, map(outputs, makers)), MAX_TRIED_OPS):
         yield dataclasses.replace(spec, kept=spec.kept | found, is_whole=False)
     for position, child in enumerate(spec.children):
         for other in stores_more(facts, child, allowed, op_cost):
