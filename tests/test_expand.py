@@ -1,5 +1,7 @@
 """Spans and nested regions written out as schedules: the abstract machine executes each, and agrees on the peak."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,8 @@ from autoremat._ledger import expand, peak_bytes
 from autoremat._plan import CallName, Plan, Region
 from autoremat._prices import Prices
 from autoremat._regions import describe_all, resolve
-from autoremat._schedule import Action
+from autoremat._replay import Extent, RegionSpec
+from autoremat._schedule import Action, Event
 from chains import Chain, nested, span, uniform
 from machine import run_schedule
 
@@ -68,6 +71,44 @@ def test_a_span_stores_only_its_first_input(graphs):
             alive.discard(event.storage)
     paths = [graph.calls[graph.ops[graph.storages[s].born].call].path for s in alive]
     assert not [path for path in paths if path.startswith("h.")]
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_random_nests_that_store_outputs_are_legal(graphs, data):
+    graph = graphs["same"]
+
+    def storing(spec):
+        born = [s.index for s in graph.storages if s.born in Extent(graph, spec.calls)]
+        kept = frozenset(data.draw(st.lists(st.sampled_from(born), max_size=6)))
+        children = tuple(storing(child) for child in spec.children)
+        return dataclasses.replace(spec, kept=kept, children=children, is_whole=spec.is_whole and not kept)
+
+    specs = resolve(graph, Plan(regions=tuple(regions(data.draw, 0, 7, 2))))
+    without_workspace(graph, [storing(spec) for spec in specs])
+
+
+def recompute_of_all(graph, spec):
+    """Events of the recompute of the outermost region."""
+    events = expand(graph, [spec]).events
+    found = [i for i, event in enumerate(events) if event.action is Action.RECOMPUTE and event.region == 0]
+    return events[found[0] : found[-1] + 1]
+
+
+def blocks(graph, first, last):
+    return [c.index for c in graph.calls if c.path in {f"h.{i}" for i in range(first, last + 1)}]
+
+
+def test_what_a_nest_stores_goes_once_its_recompute_has_read_it(graphs):
+    graph = graphs["same"]
+    calls = blocks(graph, 0, 3)
+    inside = graph.subtree(calls[1])
+    stored = next(op.outputs[0] for op in graph.ops if op.call in inside and op.name == "aten.tanh.default")
+    inner = RegionSpec(calls[0], then=tuple(calls[1:3]))
+    nest = RegionSpec(calls[0], frozenset({stored}), then=tuple(calls[1:]), children=(inner,))
+    assert Event(Action.DROP, -1, stored, 0) in recompute_of_all(graph, nest)
+    alone = dataclasses.replace(nest, children=())
+    assert Event(Action.DROP, -1, stored, 0) not in recompute_of_all(graph, alone), "backward reads it"
 
 
 def test_what_does_not_link_is_stored(graphs):

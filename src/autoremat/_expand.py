@@ -293,10 +293,25 @@ class Expansion:
         if num_bytes:
             events.append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
 
-    def recompute(self, region: Region, events: list[Event]) -> None:
-        """Write the events of a recompute."""
-        rerun = _Rerun(self, region, events)
+    def passing(self, region: Region, ending: Iterable[_Life]) -> list[_Life]:
+        """Those of the lives that end with a recompute which are stored outputs: they go once it has read them."""
+        kept, ancestors = region.spec.kept, region.ancestors
+        return [life for life in ending if life[0] in kept and life[1] == self._made_by(life[0], ancestors)]
+
+    def recompute(self, region: Region, events: list[Event], passing: Iterable[_Life] = ()) -> None:
+        """Write the events of a recompute.
+
+        Args:
+            region: The region.
+            events: Where to.
+            passing: Lives that go during it (see `passing`), besides those in `drops`.
+        """
+        ending = self.drops.pop(region.end, [])
+        own = self.passing(region, ending)
+        rerun = _Rerun(self, region, events, (*own, *passing))
         rerun.run()
+        if ending:
+            self.drops[region.end] = [life for life in ending if life not in own]
         if num_bytes := rerun.kept_bytes + region.held_bytes:
             events.append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
         for child in region.children:
@@ -305,9 +320,12 @@ class Expansion:
 
 
 class _Rerun:
-    """Runs a region again: transients die as in forward, what somebody holds stays until it is let go of."""
+    """Runs a region again: transients die as in forward, what somebody holds stays until it is let go of.
 
-    def __init__(self, expansion: Expansion, region: Region, events: list[Event]) -> None:
+    So do stored outputs that nobody else holds.
+    """
+
+    def __init__(self, expansion: Expansion, region: Region, events: list[Event], passing: Iterable[_Life]) -> None:
         self.expansion = expansion
         self.graph = expansion.graph
         self.region = region
@@ -316,8 +334,10 @@ class _Rerun:
         children = [child for child in region.children if child.saved]
         self.kept = keepers(children)
         self.opening, self.closing = expansion.boundaries(children)
-        self.dying: dict[int, list[int]] = defaultdict(list)
+        self.dying: dict[int, list[_Life]] = defaultdict(list)
         self.linked_until = _linked_until(self.graph, region.spec)
+        self.passing = dict(passing)
+        """Generation of each stored output that only the region holds."""
         self.kept_bytes = 0
         """Numbers that the graph which recompute builds keeps, as forward's does, until recompute ends."""
 
@@ -345,6 +365,7 @@ class _Rerun:
             if call.end > stop:
                 break
         self._let_go(list(self.dying))
+        self.events += [Event(Action.DROP, -1, s, generation) for s, generation in self.passing.items()]
 
     def _hold(self, action: Action, num_bytes: int) -> None:
         if num_bytes:
@@ -400,6 +421,10 @@ class _Rerun:
             for s in dict.fromkeys(op.outputs):
                 if self.graph.storages[s].born == index and s not in self.region.spec.kept:
                     self._place(s, end)
+        if self.passing:
+            for s in dict.fromkeys(op.outputs):
+                if self.graph.storages[s].born == index and s in self.passing:
+                    self.dying[self._last_use(s, end)].append((s, self.passing.pop(s)))
         if self.kept and not self.kept.keys().isdisjoint(op.outputs):
             self.expansion._save(op, self.events, self.kept)
 
@@ -410,13 +435,15 @@ class _Rerun:
         if until is not None:
             self.expansion.drops[max(until, self.region.end)].append((storage, generation))
         else:
-            last_use = min(self.graph.storages[storage].last_ref, max(end, self.linked_until.get(storage, 0)))
-            self.dying[last_use].append(storage)
+            self.dying[self._last_use(storage, end)].append((storage, generation))
+
+    def _last_use(self, storage: int, end: int) -> int:
+        """Clock at which the program lets go of what an op returned, in a call that ends then."""
+        return min(self.graph.storages[storage].last_ref, max(end, self.linked_until.get(storage, 0)))
 
     def _let_go(self, clocks: list[int]) -> None:
-        generation = self.region.depth + 1
         for clock in clocks:
-            self.events += [Event(Action.DROP, -1, s, generation) for s in self.dying.pop(clock, ())]
+            self.events += [Event(Action.DROP, -1, s, generation) for s, generation in self.dying.pop(clock, ())]
 
 
 def keepers(regions: Iterable[Region]) -> dict[int, list[int]]:

@@ -11,8 +11,10 @@ the whole schedule.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -51,13 +53,15 @@ class _Recompute:
 
     Attributes:
         moment: Its clock, and its place among those of the clock.
-        highest: Bytes at its highest moment, above those before it.
-        left: Bytes that it leaves alive.
+        highest: Bytes at its highest moment above those before it: before and after each of `passing`.
+        passing: Forward's results that go during it, in order, if no other region wants them longer.
+        left: Bytes that it leaves alive, those included.
         ops: What it runs.
     """
 
     moment: Moment
-    highest: int
+    highest: tuple[int, ...]
+    passing: tuple[int, ...]
     left: int
     ops: tuple[int, ...]
 
@@ -118,7 +122,11 @@ class Prices:
         clocks = [{recompute.moment[0] for recompute in region.recomputes} for region in regions]
         if len(set().union(*clocks)) < sum(map(len, clocks)):
             return peak_bytes(self._graph, expand(self._graph, specs))  # regions take turns
-        early, late, between = self._changes(regions)
+        early, late, ends = self._changes(regions)
+        size, between = self._graph.storages, defaultdict[Moment, int](int)
+        for s, moment in ends.items():
+            if FIRST < moment[1] < LAST:
+                between[moment] += size[s].num_bytes
         first, num = early.by_clock(len(self._before)), len(self._before)
         change = np.cumsum(first + late.by_clock(num))
         peak = max(self._start, int((self._during + change[:-1]).max(initial=0)))
@@ -130,7 +138,10 @@ class Prices:
                 if recompute.moment[0] != clock:
                     clock = recompute.moment[0]
                     level = int(before[clock])
-                peak = max(peak, level + recompute.highest)
+                peak, gone = max(peak, level + recompute.highest[0]), 0
+                for s, highest in zip(recompute.passing, recompute.highest[1:], strict=True):
+                    gone += size[s].num_bytes if ends.get(s) == recompute.moment else 0
+                    peak = max(peak, level + highest - gone)
                 level += recompute.left - between.get(recompute.moment, 0)
         return peak
 
@@ -145,9 +156,9 @@ class Prices:
         found = (recompute for spec in specs for recompute in self._alone(spec).recomputes)
         return [index for recompute in sorted(found, key=lambda r: r.moment) for index in recompute.ops]
 
-    def _changes(self, regions: Sequence[_Alone]) -> tuple[_Changes, _Changes, dict[Moment, int]]:
-        """Changes before and after the recomputes of each clock, and results of forward that die after each of them."""
-        early, late, between = _Changes(), _Changes(), dict[Moment, int]()
+    def _changes(self, regions: Sequence[_Alone]) -> tuple[_Changes, _Changes, dict[int, Moment]]:
+        """Changes before and after the recomputes of each clock, and when results of forward that regions want die."""
+        early, late = _Changes(), _Changes()
         ends: dict[int, Moment] = {}
         for region in regions:
             early.add_all(region.early)
@@ -165,9 +176,7 @@ class Prices:
             if (clock, rank) == (last, FIRST):
                 continue
             (early if rank == FIRST else late).add(clock, -size)
-            if FIRST < rank < LAST:
-                between[clock, rank] = between.get((clock, rank), 0) + size
-        return early, late, between
+        return early, late, ends
 
     def _alone(self, spec: RegionSpec) -> _Alone:
         if spec not in self._known:
@@ -199,17 +208,38 @@ class Prices:
         """The recomputes, with what dies right after each of them."""
         found = []
         saved = {(s, region.position) for region in expansion.regions[:1] for s in region.spec.kept}
+        ending: dict[Moment, list[tuple[int, int]]] = defaultdict(list)
+        for (s, generation), moment in expansion.ends.items():
+            if not generation:
+                ending[moment].append((s, generation))
         for clock in sorted(expansion.recomputes):
             for rank, region in enumerate(expansion.recomputes[clock], start=1):
                 events: list[Event] = []
-                expansion.recompute(region, events)
-                highest, left = self._tally.run(events, 0, saved)
+                passing = expansion.passing(region, ending[clock, rank])
+                expansion.recompute(region, events, passing)
+                highest, order, left = self._in_parts(events, {s for s, _ in passing}, saved)
                 gone = expansion.drops.pop((clock, rank), ())
                 left -= sum(self._graph.storages[s].num_bytes for s, _ in gone)
                 late.add(clock, left)
                 ops = tuple(event.op for event in events if event.action is Action.RECOMPUTE)
-                found.append(_Recompute((clock, rank), highest, left, ops))
+                found.append(_Recompute((clock, rank), highest, order, left, ops))
         return found
+
+    def _in_parts(
+        self, events: Sequence[Event], passing: set[int], saved: set[tuple[int, int]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Bytes at the highest moments before and after storages pass, which ones in which order, and bytes left.
+
+        Those that pass are not taken off.
+        """
+        cuts = [
+            i for i, e in enumerate(events) if e.action is Action.DROP and not e.generation and e.storage in passing
+        ]
+        total, highest = 0, []
+        for start, stop in pairwise((-1, *cuts, len(events))):
+            most, total = self._tally.run(events[start + 1 : stop], total, saved)
+            highest.append(most)
+        return tuple(highest), tuple(events[i].storage for i in cuts), total
 
     def _remaining(self, expansion: Expansion, storage: int) -> Moment:
         """When a result of forward would die if nothing saved in the region held it."""

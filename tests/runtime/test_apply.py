@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoremat.runtime as ar
-from autoremat._errors import PlanError, PlanMismatch, UsageError
+from autoremat._errors import PlanError, PlanMismatch, RecomputeError, UsageError
 from autoremat._plan import OpCall, Plan, Region, SavedOutput
 from comparing import call, compare, seed
 from region_recording import keepable, record, region
@@ -207,3 +207,46 @@ def test_single_calls_inside_a_recomputed_region_and_calls_without_gradients():
     applied = ar.apply(model, Plan(tuple(regions)), check="always")
     (model(torch.ones(2, 4)).sum() + model(torch.zeros(2, 4)).sum()).backward()
     assert [r.num_recomputes for r in applied.executed] == [2, 2]
+
+
+class Writing(nn.Module):
+    """Changes a product in place, and lets go of it before its forward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.scaled(x)).sin().exp()
+
+    def scaled(self, x):
+        return self.up(x).mul_(2.0).tanh()
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_plan_that_would_change_a_stored_output_again_is_refused(keeps_graph):
+    model = nn.Sequential(Writing(), Writing())
+    first, again = SavedOutput("aten.addmm.default", 0, 0, "", 0), OpCall("aten.mul_.Tensor", 0)
+    x = torch.ones(2, 8)
+    plain = model(x).sum()
+    plain.backward()
+    gradient = model[0].up.weight.grad.clone()
+    model.zero_grad()
+    with ar.apply(model, Plan((Region("0", saved=(first,), skipped=(again,)),))):
+        model(x).sum().backward(retain_graph=keeps_graph)
+        assert torch.equal(model[0].up.weight.grad, gradient)
+    with ar.apply(model, Plan((Region("0", saved=(first,)),)), check="never"):
+        loss = model(x).sum()
+        with pytest.raises(RecomputeError, match="changed a stored output"):
+            loss.backward(retain_graph=keeps_graph)
+
+
+def test_a_region_whose_recompute_failed_is_not_recomputed_with_what_is_left():
+    model = nn.Sequential(Writing(), Writing())
+    stored = SavedOutput("aten.addmm.default", 0, 0, "", 0)
+    with ar.apply(model, Plan((Region("1", saved=(stored,)),)), check="never"):
+        loss = model(torch.ones(2, 8)).sum()
+        with pytest.raises(RecomputeError, match="changed a stored output"):
+            loss.backward()
+        with pytest.raises(RecomputeError, match="an earlier recompute failed"):
+            loss.backward()

@@ -14,6 +14,7 @@ from autoremat._measure import record_memory
 from autoremat._plan import Plan, Region
 from autoremat._regions import describe_all, resolve
 from autoremat._replay import Extent, RegionSpec
+from autoremat._schedule import Action
 from autoremat.runtime import apply
 from chains import Chain, ThinChain, nested, span, uniform
 from comparing import assert_equal_to_plain
@@ -197,3 +198,19 @@ def test_nothing_lives_on():
         model.zero_grad()
         live = [record_memory(lambda: (model(*batch).backward(), model.zero_grad())[0])[1] for _ in range(3)]
     assert all(sum(num_bytes for _, num_bytes in events) == 0 for events in live)
+
+
+def test_what_a_nest_stores_takes_memory_until_its_recompute_has_read_it():
+    """Three blocks that are dropped again, then three that backward needs: what the first store is gone by then."""
+    model, batch, graph = wide_chain(6)
+    calls = [c.index for c in graph.calls if c.path in {f"h.{i}" for i in range(6)}]
+    stored = frozenset(
+        op.outputs[0] for op in graph.ops if op.name == "aten.tanh.default" and op.index in Extent(graph, calls[:3])
+    )
+    inner = RegionSpec(calls[0], then=tuple(calls[1:3]))
+    nest = RegionSpec(calls[0], stored, tuple(calls[1:]), (inner,))
+    assert_peak_is_predicted(model, batch, graph, describe_all(graph, [nest]))
+    assert ar.verify(model, batch, Plan(describe_all(graph, [nest])), optimizer=None).equal
+    events = expand(graph, [nest]).events
+    recompute = [i for i, e in enumerate(events) if e.action is Action.RECOMPUTE and e.region == 0]
+    assert stored <= {e.storage for e in events[recompute[0] : recompute[-1]] if e.action is Action.DROP}

@@ -134,13 +134,25 @@ class Frame:
                 self.close()
             if not self.is_ready and self.parent is not None:
                 self.parent.recompute()
+            if not self.runs:
+                raise RecomputeError(
+                    f"{self.recipe.name}: an earlier recompute failed, and what it needed is gone. Run forward again."
+                )
             if not self.is_ready:
                 raise RecomputeError(
                     f"{self.recipe.name}: the region around it did not run it in recompute. The outer module's forward "
                     "took another path; take one of the two out of the plan."
                 )
-            with timed_recompute(self.recipe.on_error):
-                Replay(self).run()
+            replay = Replay(self)
+            try:
+                with timed_recompute(self.recipe.on_error):
+                    replay.run()
+            except BaseException:
+                for holder in self._alive_holders():
+                    holder.value = None  # nobody may go on with half of it
+                if replay.mode is not None and replay.mode.lets_go:
+                    self.runs = []
+                raise
             self.recipe.learned.is_checked = True
             self.is_kept = compat.graph_is_kept()
             if self.is_kept:
@@ -245,10 +257,13 @@ class Replay:
         self._children_left = len(frame.waiting_children(ready=False))
         self._error: Exception | None = None
         table, store = frame.recipe.table, frame.store
-        self.mode = Player(table, store, frame.recipe.name) if table is not None and store is not None else None
+        is_last = frame.is_closed and not compat.graph_is_kept()
+        self.mode: Player | None = None
+        if table is not None and store is not None:
+            self.mode = Player(table, store, frame.recipe.name, lets_go=is_last)
         self._outputs: dict[int, list[torch.Tensor]] = {}
         # By a region inside that shares what the calls saw, or by another backward.
-        self._is_needed_again = not frame.is_closed or bool(frame.children) or compat.graph_is_kept()
+        self._is_needed_again = not is_last or bool(frame.children)
         self._repeats: Repeats | None = None
         self._swap: Swap | None = None
         self._base = 0
@@ -476,8 +491,8 @@ class Replay:
 
     def _check_complete(self) -> None:
         frame = self._frame
-        if frame.store is not None and self.mode is not None:
-            frame.store.check(frame.recipe.name, self.mode.skipped_writes)
+        if self.mode is not None:
+            self.mode.finish()
         missing = [i for i, ref in enumerate(frame.holders) if (h := ref()) is not None and h.value is None]
         if missing:
             self._refuse_number()

@@ -12,6 +12,7 @@ Known limit: generators passed to a skipped random op by hand are not followed, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -204,29 +205,6 @@ class Store:
         """Every stored output."""
         return [o for record in self.records.values() for o in record.outputs if isinstance(o, Stored)]
 
-    def check(self, region: str, skipped_writes: dict[int, int]) -> None:
-        """After recompute: stored outputs must be as they were.
-
-        Args:
-            region: For the message.
-            skipped_writes: In-place ops that were left out, by storage; autograd counts their versions all the same.
-
-        Raises:
-            RecomputeError: If an op that recompute ran has changed one.
-        """
-        for record in self.records.values():
-            for output in record.outputs:
-                if not isinstance(output, Stored):
-                    continue
-                version = version_of(output.tensor)
-                num_writes = version - output.version
-                output.version = version
-                if num_writes and num_writes != skipped_writes.get(output.tensor.untyped_storage()._cdata, 0):
-                    raise RecomputeError(
-                        f"{region}: recompute changed a stored output ({output.tensor.dtype}, "
-                        f"{list(output.tensor.shape)}) in place. The plan must skip that operation; make it again."
-                    )
-
     def seal(self) -> None:
         """At the end of the region: note the versions that stored outputs must keep."""
         for output in self.stored():
@@ -353,9 +331,15 @@ class Player(_Mode):
         num_run: Ops that ran.
         num_stored: Stored outputs handed out.
         num_skipped: Ops left out.
+
+    Args:
+        table: Planned op calls.
+        store: What forward left.
+        region: For messages.
+        lets_go: Whether a stored output may go as soon as the program lets go of it: nobody asks for it again.
     """
 
-    def __init__(self, table: OpTable, store: Store, region: str) -> None:
+    def __init__(self, table: OpTable, store: Store, region: str, *, lets_go: bool) -> None:
         self.table = table
         self.by_id = table.by_id
         self.context = shared_versions()
@@ -364,8 +348,12 @@ class Player(_Mode):
         self.position = 0
         self.counts = [0] * (table.num_slots + 1)
         self.num_run = self.num_stored = self.num_skipped = 0
+        self.lets_go = lets_go
         self.skipped_writes: dict[int, int] = {}
-        self.handed: dict[int, tuple[ref[torch.Tensor], torch.Tensor]] = {}
+        """In-place ops that were left out, by storage; autograd counts their versions all the same."""
+        self.handed: dict[int, tuple[ref[torch.Tensor], Stored]] = {}
+        """Stored outputs that were handed out, by the identity of what stands for them in recompute."""
+        self.changed: Stored | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -408,8 +396,8 @@ class Player(_Mode):
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The stored output that this very tensor was handed out for."""
-        handed, stored = self.handed.get(id(tensor), (None, None))
-        return stored if handed is not None and handed() is tensor else None
+        handed, output = self.handed.get(id(tensor), (None, None))
+        return output.tensor if output is not None and handed is not None and handed() is tensor else None
 
     def skip(self, num_ops: int, counts: tuple[int, ...]) -> None:
         """Count ops that forward ran and recompute does not, because no planned call is among them."""
@@ -434,23 +422,26 @@ class Player(_Mode):
                 storage = argument.untyped_storage()._cdata
                 self.skipped_writes[storage] = self.skipped_writes.get(storage, 0) + 1
             return argument
-        if len(record.outputs) == 1 and isinstance(record.outputs[0], Stored) and record.container is None:
+        found = record.outputs
+        if self.lets_go:
+            record.outputs = []
+        if len(found) == 1 and isinstance(found[0], Stored) and record.container is None:
             self.num_skipped += 1
             self.num_stored += 1
-            return self._handed(record.outputs[0], entry)
-        if not call.is_skipped and any(isinstance(output, Shape) for output in record.outputs):
+            return self._handed(found[0], entry)
+        if not call.is_skipped and any(isinstance(output, Shape) for output in found):
             self.num_run += 1
             real = func(*args, **kwargs)
             fresh = list(real) if record.container is not None else [real]
             self.num_stored += len(call.saved)
             outputs = [
                 self._handed(output, entry) if isinstance(output, Stored) else value
-                for output, value in zip(record.outputs, fresh, strict=True)
+                for output, value in zip(found, fresh, strict=True)
             ]
         else:
             self.num_skipped += 1
             self.num_stored += len(call.saved)
-            outputs = [self._handed(output, entry) for output in record.outputs]
+            outputs = [self._handed(output, entry) for output in found]
         return outputs[0] if record.container is None else record.container(outputs)
 
     def _handed(self, output: Any, entry: Operator) -> Any:
@@ -462,12 +453,45 @@ class Player(_Mode):
                     "without this saved output."
                 )
             handed = alias(output.tensor, self.context)
-            self.handed[id(handed)] = ref(handed), output.tensor
+            key = id(handed)
+            self.handed[key] = ref(handed, partial(self._let_go, key) if self.lets_go else None), output
             return handed
         if isinstance(output, Shape):
             what = f"the output of {entry.name}, which the plan leaves out of recompute"
             return StandIn(output, Origin(what, self.region))
         return output
+
+    def _let_go(self, key: int, _: ref[torch.Tensor]) -> None:
+        """The program has let go of a stored output, as it did in forward."""
+        _, output = self.handed.pop(key)
+        if self._is_changed(output):
+            self.changed = output
+        if self.skipped_writes:
+            storage = output.tensor.untyped_storage()._cdata
+            others = (*(o for _, o in self.handed.values()), *self.store.stored())
+            if all(o.tensor.untyped_storage()._cdata != storage for o in others):
+                self.skipped_writes.pop(storage, None)  # another storage may get this address
+
+    def _is_changed(self, output: Stored) -> bool:
+        num_writes = version_of(output.tensor) - output.version
+        return bool(num_writes) and num_writes != self.skipped_writes.get(output.tensor.untyped_storage()._cdata, 0)
+
+    def finish(self) -> None:
+        """After recompute: stored outputs must be as they were.
+
+        Raises:
+            RecomputeError: If an op that recompute ran has changed one.
+        """
+        left = (*(o for _, o in self.handed.values()), *self.store.stored())
+        self.handed.clear()
+        changed = self.changed or next(filter(self._is_changed, left), None)
+        if changed is not None:
+            raise RecomputeError(
+                f"{self.region}: recompute changed a stored output ({changed.tensor.dtype}, "
+                f"{list(changed.tensor.shape)}) in place. The plan must skip that operation; make it again."
+            )
+        for output in left:
+            output.version = version_of(output.tensor)
 
     def _refuse_order(self, entry: Operator, occurrence: int, position: int, record: Record | None) -> NoReturn:
         found = "did not run in forward" if record is None else f"was op {record.position} of the region in forward"
