@@ -83,29 +83,44 @@ class Replay:
 class Extent:
     """The ops of a region: those of its calls, without what runs between them."""
 
-    __slots__ = ("_calls", "_end", "_first", "_first_calls", "_is_one", "_starts", "ranges")
+    __slots__ = ("_calls", "_end", "_graph", "_start", "_starts", "_stops", "ranges")
 
     def __init__(self, graph: StepGraph, calls: Iterable[int]) -> None:
-        self._calls = [graph.subtree(call) for call in calls]
-        self.ranges = [range(graph.calls[c.start].start, graph.calls[c.start].end) for c in self._calls]
-        self._first_calls = [c.start for c in self._calls]
-        self._starts = [r.start for r in self.ranges]
-        self._first, self._end, self._is_one = self.ranges[0].start, self.ranges[-1].stop, len(self.ranges) == 1
+        self._graph, self._calls = graph, tuple(calls)
+        spans = [graph.calls[call] for call in self._calls]
+        self.ranges = [range(span.start, span.end) for span in spans]
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for ops in self.ranges:
+            if self._stops and self._stops[-1] == ops.start:
+                self._stops[-1] = ops.stop  # one stretch with the call before
+            else:
+                self._starts.append(ops.start)
+                self._stops.append(ops.stop)
+        self._start, self._end = self._starts[0], self._stops[-1]
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether forward runs other ops between its calls."""
+        return len(self._starts) > 1
 
     def __contains__(self, op: int) -> bool:
         """Whether the region contains an op."""
-        if not self._first <= op < self._end:
+        if not self._start <= op < self._end:
             return False
-        if self._is_one:
-            return True
-        position = bisect_right(self._starts, op) - 1
-        # Calls without ops start where the next one does, so the last that starts here is the one that has any.
-        return position >= 0 and op in self.ranges[position]
+        return len(self._starts) == 1 or op < self._stops[bisect_right(self._starts, op) - 1]
+
+    def makes(self, storages: Iterable[int]) -> list[int]:
+        """Those of some storages that are born in the region."""
+        known, start, end = self._graph.storages, self._start, self._end
+        if self.has_gaps:
+            return [s for s in storages if known[s].born in self]
+        return [s for s in storages if start <= known[s].born < end]
 
     def part_of_call(self, call: int) -> int | None:
         """Which of the region's calls contains a module call."""
-        position = bisect_right(self._first_calls, call) - 1
-        return position if position >= 0 and call in self._calls[position] else None
+        position = bisect_right(self._calls, call) - 1
+        return position if position >= 0 and call in self._graph.subtree(self._calls[position]) else None
 
     def indices(self, stop: int | None = None) -> Iterator[int]:
         """Indices of its ops, up to a clock."""
@@ -140,7 +155,7 @@ def held_inputs(graph: StepGraph, spec: RegionSpec) -> dict[int, int]:
     members = {call: part for part, call in enumerate(spec.calls)}
     for part, index in enumerate(spec.calls):
         call = graph.calls[index]
-        links = {s for s, source in call.links if members.get(source, part) < part}
+        links = [s for s, source in call.links if members.get(source, part) < part]
         for s in call.inputs:
             if s not in links:
                 found.setdefault(s, part)
@@ -174,39 +189,56 @@ def replay(graph: StepGraph, spec: RegionSpec, saved: list[SavedTensor] | None =
     Returns:
         The ops that run, those left out, and where it stops.
     """
-    storages = graph.storages
-    extent = Extent(graph, spec.calls)
-    kept = frozenset(s for s in spec.kept if storages[s].born in extent)
-    saved = saved_in(graph, *spec.calls) if saved is None else saved
-    needed, stop = _wanted(graph, spec, extent, saved)
+    return Recompute(graph, spec, saved).replay(spec.kept)
 
-    ops = [op for some in extent.ranges for op in graph.ops[some.start : some.stop] if not op.is_view]
-    live = set(needed - kept)
-    runs: list[int] = []
-    for op in reversed(ops):
-        if op.index < stop and (
-            not (live.isdisjoint(op.outputs) and live.isdisjoint(op.mutates))
-            or op.reads_value
-            or is_uncounted(graph, op)
-        ):
-            runs.append(op.index)
-            live.update([s for s in op.inputs if s not in kept and storages[s].born in extent])
-    runs.reverse()
 
-    alive = set(runs)
-    dead = [op.index for op in ops if op.index not in alive]
-    selective = bool(kept) or (not spec.is_whole and any(graph.ops[i].flops for i in dead if i < stop))
-    if not selective:
-        runs = [op.index for op in ops if op.index < stop]
-        dead = []
-    return Replay(
-        ops=tuple(runs),
-        skipped=tuple(dead),
-        stop=stop,
-        flops=sum(graph.ops[i].flops for i in runs),
-        selective=selective,
-        needed=needed,
-    )
+class Recompute:
+    """Recompute of one region, for any choice of what the region stores.
+
+    Args:
+        graph: The step.
+        spec: The region.
+        saved: As for `replay`.
+    """
+
+    def __init__(self, graph: StepGraph, spec: RegionSpec, saved: list[SavedTensor] | None = None) -> None:
+        self._graph = graph
+        self._is_whole = spec.is_whole
+        self._extent = extent = Extent(graph, spec.calls)
+        saved = saved_in(graph, *spec.calls) if saved is None else saved
+        self._needed, self._stop = _wanted(graph, spec, extent, saved)
+        self._ops = [op for some in extent.ranges for op in graph.ops[some.start : some.stop] if not op.is_view]
+        self._always = {op.index for op in self._ops if op.reads_value or is_uncounted(graph, op)}
+        self._reads = {op.index: extent.makes(op.inputs) for op in self._ops if op.index < self._stop}
+
+    def replay(self, kept: Iterable[int]) -> Replay:
+        """Work out what runs if these storages are stored."""
+        graph, stop = self._graph, self._stop
+        kept = frozenset(self._extent.makes(kept))
+        live = set(self._needed - kept)
+        runs: list[int] = []
+        for op in reversed(self._ops):
+            if op.index < stop and (
+                not (live.isdisjoint(op.outputs) and live.isdisjoint(op.mutates)) or op.index in self._always
+            ):
+                runs.append(op.index)
+                live.update([s for s in self._reads[op.index] if s not in kept])
+        runs.reverse()
+
+        alive = set(runs)
+        dead = [op.index for op in self._ops if op.index not in alive]
+        selective = bool(kept) or (not self._is_whole and any(graph.ops[i].flops for i in dead if i < stop))
+        if not selective:
+            runs = [op.index for op in self._ops if op.index < stop]
+            dead = []
+        return Replay(
+            ops=tuple(runs),
+            skipped=tuple(dead),
+            stop=stop,
+            flops=sum([graph.ops[i].flops for i in runs]),
+            selective=selective,
+            needed=self._needed,
+        )
 
 
 def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[SavedTensor]) -> tuple[frozenset[int], int]:
@@ -218,11 +250,10 @@ def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[Save
     for child in spec.children:
         if saved_in(graph, *child.calls):
             stop = max(stop, _ready_at(graph, spec, child))
-            needed.update(s for s in child.kept if storages[s].born in extent)
+            needed.update(extent.makes(child.kept))
+            inputs = held_inputs(graph, child)
             needed.update(
-                s
-                for s, part in held_inputs(graph, child).items()
-                if storages[s].born in extent and not is_from_argument(extent, held, s, child.calls[part])
+                s for s in extent.makes(inputs) if not is_from_argument(extent, held, s, child.calls[inputs[s]])
             )
     extents = [Extent(graph, child.calls) for child in spec.children]
     pairs = zip(spec.children, extents, strict=True)

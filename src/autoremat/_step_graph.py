@@ -205,6 +205,15 @@ class StepGraph:
     rng_state_bytes: int = 0
     hidden_bytes: int = 0
     measured_s: tuple[float | None, ...] = ()
+    _stops: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    """For each call, the index behind the last call below it."""
+
+    def __post_init__(self) -> None:
+        stops = list(range(1, len(self.calls) + 1))
+        for call in reversed(self.calls):
+            if call.parent >= 0:
+                stops[call.parent] = max(stops[call.parent], stops[call.index])
+        object.__setattr__(self, "_stops", tuple(stops))
 
     @property
     def static_bytes(self) -> int:
@@ -224,10 +233,7 @@ class StepGraph:
 
     def subtree(self, call: int) -> range:
         """Indices of a module call and of all calls below it (calls are in order of entry, so they are adjacent)."""
-        stop = call + 1
-        while stop < len(self.calls) and self.calls[stop].parent >= call:
-            stop += 1
-        return range(call, stop)
+        return range(call, self._stops[call])
 
     def ancestors(self, call: int) -> Iterator[int]:
         """Indices of the calls that a module call is made in, innermost first."""

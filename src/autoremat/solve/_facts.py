@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +35,16 @@ class Facts:
         unpacked_at: When backward first reads something saved in a module call or below it, by call.
         mutated_at: Ops that write a storage in place, by storage, in order.
         changes: Clock and storage of each in-place write in forward and backward to what is no parameter or buffer.
-        readers_of: Ops that read each of these storages.
-        changed_reads: The same as pairs of op and storage, in order.
+        changed: These storages.
+        changed_reads: Ops that read one of these storages, in order, with the storage and its birth; one row each.
         during: Live bytes of the plain step while each op runs.
         between: Live bytes of the plain step just before each op, and at the end.
         spans: First and last clock of each micro-step, backward included.
         births: Birth and index of each storage, by birth.
         gathers: Ops that gather a unit of a sharded step, in order.
         op_kinds: For each op a number; equal ones do and take the same, but for the storages that they work on.
+        used: Storages that ops read, make and write, one op after the other.
+        first_use: Where in `used` those of each op begin.
         tie_cost: Cost of a moved byte, so small that it only tells apart what costs the same.
         held: What was asked of `held_inputs`.
     """
@@ -54,14 +56,16 @@ class Facts:
     unpacked_at: dict[int, int]
     mutated_at: dict[int, list[int]]
     changes: tuple[tuple[int, int], ...]
-    readers_of: dict[int, list[int]]
-    changed_reads: tuple[tuple[int, int], ...]
+    changed: frozenset[int]
+    changed_reads: Bytes
     during: Bytes
     between: Bytes
     spans: tuple[tuple[int, int], ...]
     births: tuple[tuple[int, int], ...]
     gathers: tuple[int, ...]
     op_kinds: tuple[int, ...]
+    used: list[int]
+    first_use: list[int]
     tie_cost: float
     held: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
 
@@ -82,21 +86,24 @@ class Facts:
 
     def first_unpack(self, *calls: int) -> int | None:
         """Clock at which backward first reads what was saved in module calls; None if it never does."""
-        return min((self.unpacked_at[call] for call in calls if call in self.unpacked_at), default=None)
-
-    def death_without(self, storage: int, calls: Container[int]) -> int:
-        """When a storage would die if autograd did not hold it for these calls."""
-        others = (r.released for r in self.records_of.get(storage, ()) if r.call not in calls)
-        return max(self.graph.storages[storage].last_ref, *others, -1)
+        return min([self.unpacked_at[call] for call in calls if call in self.unpacked_at], default=None)
 
     def subtree(self, calls: Sequence[int]) -> frozenset[int]:
         """Module calls and all calls below them."""
         return frozenset(c for call in calls for c in self.graph.subtree(call))
 
-    def reads_changed(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Ops of ``start <= index < stop`` and storages that they read and some op writes in place, as in `changes`."""
-        first, last = bisect_left(self.changed_reads, (start, -1)), bisect_left(self.changed_reads, (stop, -1))
-        return self.changed_reads[first:last]
+    def reads_changed(self, start: int, stop: int, *, only_older: bool) -> list[tuple[int, int]]:
+        """Ops of ``start <= index < stop`` and storages that they read and some op writes in place, as in `changes`.
+
+        Args:
+            start: First op.
+            stop: Op after the last.
+            only_older: Leave out storages that these ops make.
+        """
+        first, last = np.searchsorted(self.changed_reads[0], (start, stop))
+        ops, storages, births = self.changed_reads[:, first:last]
+        some = births < start if only_older else slice(None)
+        return list(zip(ops[some].tolist(), storages[some].tolist(), strict=True))
 
     def is_mutated(self, storage: int, start: int, stop: int) -> bool:
         """Whether a storage is written in place by an op of ``start <= index < stop``."""
@@ -129,11 +136,13 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         for s in op.mutates
         if op.phase != "optimizer" and graph.storages[s].cause not in ("buffer", "parameter")
     )
-    readers_of: dict[int, list[int]] = {s: [] for _, s in changes}
-    for op in graph.ops:
-        for storage_index in op.inputs:
-            if storage_index in readers_of:
-                readers_of[storage_index].append(op.index)
+    changed = frozenset(s for _, s in changes)
+    reads = [
+        (op.index, s, graph.storages[s].born)
+        for op in graph.ops
+        if not changed.isdisjoint(op.inputs)
+        for s in sorted(changed.intersection(op.inputs))
+    ]
     during, between = plain_bytes(graph, deaths)
     return Facts(
         graph=graph,
@@ -143,14 +152,16 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         unpacked_at=_first_unpacks(graph),
         mutated_at=dict(mutated_at),
         changes=changes,
-        readers_of=readers_of,
-        changed_reads=tuple(sorted((op, s) for s, found in readers_of.items() for op in found)),
+        changed=changed,
+        changed_reads=np.array(reads, np.int64).reshape(-1, 3).T,
         during=during,
         between=between,
         spans=_micro_steps(graph),
         tie_cost=_TIE_SHARE * (sum(op_cost) or 1.0) / max(1, sum(op.moved_bytes for op in graph.ops)),
         gathers=tuple(op.index for op in graph.ops if op.name == GATHER),
         op_kinds=_op_kinds(graph),
+        used=[s for op in graph.ops for s in (*op.inputs, *op.outputs, *op.mutates)],
+        first_use=[0, *accumulate(len(op.inputs) + len(op.outputs) + len(op.mutates) for op in graph.ops)],
         births=tuple(sorted((storage.born, storage.index) for storage in graph.storages)),
     )
 
@@ -160,7 +171,8 @@ def _op_kinds(graph: StepGraph) -> tuple[int, ...]:
     found = []
     for op in graph.ops:
         flags = op.is_random, op.is_view, op.reads_value
-        kind = (op.name, op.flops, op.moved_bytes, op.workspace_bytes, *flags)
+        counts = len(op.inputs), len(op.outputs), len(op.mutates)
+        kind = (op.name, op.flops, op.moved_bytes, op.workspace_bytes, *flags, *counts)
         found.append(numbers.setdefault(kind, len(numbers)))
     return tuple(found)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoremat._replay import Replay, random_states, replay
+from autoremat._replay import Recompute, Replay, random_states
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._pareto import Choices, best_choices
 from autoremat.solve._program import RESOLUTION, Program
@@ -79,12 +79,13 @@ def enumerate_options(
         Options none of which is beaten by another in cost, bytes freed and bytes of recompute together.
     """
     units = build_units(facts, inner, op_cost)
-    saved = facts.saved_in(*inner.calls)
+    recompute = Recompute(facts.graph, inner.spec(), facts.saved_in(*inner.calls))
     options: dict[frozenset[int], Option] = {}
     for stored in _candidates(units, max_points, is_exact):
-        kept = _prune(facts, replay(facts.graph, inner.spec(stored), saved), stored)
+        work = recompute.replay(stored)
+        kept = _prune(facts, work, stored)
         if kept not in options:
-            work = replay(facts.graph, inner.spec(kept), saved)
+            work = work if kept == stored else recompute.replay(kept)
             around = cost_around(inner.written, work, region_cost)
             options[kept] = _price(facts, inner, kept, work, op_cost, around)
     return _undominated(list(options.values()))

@@ -9,8 +9,10 @@ program of `_program` has to be solved once a point.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +34,8 @@ class _Partial:
     num_bytes: Ints
     cost: Ints
     origin: Ints
-    """Position of each among the choices before the unit, all of them in a row."""
-    is_stored: NDArray[np.bool_]
-    """Whether the choice stores what the unit is asked for."""
+    """Twice the position of each among the choices before the unit, all of them in a row; one more if the choice stores
+    what the unit is asked for."""
 
 
 class Choices:
@@ -50,16 +51,17 @@ class Choices:
         self.cost: list[int] = [0]
         self._units: list[Unit] = []
         self._asked: list[list[frozenset[int]]] = []
+        self._stops: list[list[int]] = []
+        """For each unit: behind the last choice that asks for each of these."""
         self._origin: list[Ints] = []
-        self._is_stored: list[NDArray[np.bool_]] = []
 
     def stored(self, position: int) -> frozenset[int]:
         """What a choice stores."""
         found: set[int] = set()
         for step in range(len(self._units) - 1, -1, -1):
-            origin = int(self._origin[step][position])
-            if self._is_stored[step][position]:
-                asked = self._asked[step - 1][origin] if step else frozenset[int]()
+            origin, is_stored = divmod(int(self._origin[step][position]), 2)
+            if is_stored:
+                asked = self._asked[step - 1][bisect_right(self._stops[step - 1], origin)] if step else frozenset[int]()
                 found |= _asked_of(self._units[step], asked)
             position = origin
         return frozenset(found)
@@ -67,9 +69,9 @@ class Choices:
     def add(self, unit: Unit, partials: dict[frozenset[int], _Partial]) -> None:
         """Go on to the choices after one more unit."""
         self._units.append(unit)
-        self._asked.append([asked for asked, partial in partials.items() for _ in range(len(partial.cost))])
+        self._asked.append(list(partials))
+        self._stops.append(list(accumulate([len(partial.cost) for partial in partials.values()])))
         self._origin.append(np.concatenate([partial.origin for partial in partials.values()]))
-        self._is_stored.append(np.concatenate([partial.is_stored for partial in partials.values()]))
         last = next(reversed(partials.values()))
         self.num_bytes, self.cost = last.num_bytes.tolist(), last.cost.tolist()
 
@@ -89,7 +91,7 @@ def best_choices(units: Sequence[Unit], *, tie_break: float) -> Choices | None:
         return None
     weights = _weights(units, tie_break)
     zero = np.zeros(1, np.int64)
-    partials = {frozenset[int](): _Partial(zero, zero, zero, np.zeros(1, np.bool_))}
+    partials = {frozenset[int](): _Partial(zero, zero, zero)}
     choices = Choices()
     for position in order:
         branches: dict[frozenset[int], list[_Partial]] = {}
@@ -143,28 +145,26 @@ def _branch(
 ) -> Iterator[tuple[frozenset[int], _Partial]]:
     """Go on from choices by running a unit, by storing what is asked of it, or by neither where nothing is."""
     running, a_byte = weight
-    origin = np.arange(start, start + len(partial.cost))
-    no, yes = np.zeros(len(origin), np.bool_), np.ones(len(origin), np.bool_)
+    origin = np.arange(2 * start, 2 * (start + len(partial.cost)), 2)
     wanted = _asked_of(unit, asked)
     rest = asked.difference(unit.storages)
     if wanted or unit.always_runs:
-        yield rest | unit.reads, _Partial(partial.num_bytes, partial.cost + running, origin, no)
+        yield rest | unit.reads, _Partial(partial.num_bytes, partial.cost + running, origin)
     else:
-        yield rest, _Partial(partial.num_bytes, partial.cost, origin, no)
+        yield rest, _Partial(partial.num_bytes, partial.cost, origin)
     if wanted and not unit.always_runs and not wanted & unit.unstorable:
         size = sum(unit.bytes_of[s] for s in wanted)
-        yield rest, _Partial(partial.num_bytes + size, partial.cost + round(size * a_byte), origin, yes)
+        yield rest, _Partial(partial.num_bytes + size, partial.cost + round(size * a_byte), origin + 1)
 
 
 def _undominated(found: Sequence[_Partial]) -> _Partial:
     """One after the other by rising bytes, without those that cost no less than one with fewer bytes."""
     if len(found) == 1:
         return found[0]
-    num_bytes, cost, origin = (
-        np.concatenate([getattr(partial, name) for partial in found]) for name in ("num_bytes", "cost", "origin")
-    )
-    is_stored = np.concatenate([partial.is_stored for partial in found])
+    num_bytes, cost, origin = map(np.concatenate, zip(*((p.num_bytes, p.cost, p.origin) for p in found), strict=True))
     order = np.lexsort((cost, num_bytes))
     least = np.minimum.accumulate(cost[order])
-    order = order[np.concatenate([[True], least[1:] < least[:-1]])]
-    return _Partial(num_bytes[order], cost[order], origin[order], is_stored[order])
+    is_less = np.ones(len(order), np.bool_)
+    np.less(least[1:], least[:-1], out=is_less[1:])
+    order = order[is_less]
+    return _Partial(num_bytes[order], cost[order], origin[order])

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from autoremat._expand import no_garbage_collection
 from autoremat._regions import describe_all
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
@@ -117,6 +118,7 @@ class Planner:
         ``Planner(graph, op_cost=flops, price=price).plan(8 * 2**30)``
     """
 
+    @no_garbage_collection()
     def __init__(
         self,
         graph: StepGraph,

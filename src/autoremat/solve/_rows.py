@@ -47,7 +47,8 @@ class Rows:
 
     def copies(self, calls: Calls) -> tuple[Calls, ...]:
         """The same calls in each micro-step."""
-        return tuple(zip(*(self.twins[call] for call in calls), strict=True))
+        later = range(1, len(self.twins[calls[0]]))
+        return (calls, *(tuple([self.twins[call][step] for call in calls]) for step in later))
 
     def short(self, calls: Calls) -> Calls:
         """Calls with modules in place of all calls that stand for them."""

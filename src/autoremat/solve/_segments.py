@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from autoremat._replay import Extent
 from autoremat.solve._facts import Facts
@@ -189,7 +190,7 @@ def _spans(facts: Facts, rows: Iterable[Row], total: int) -> list[Calls]:
 
 
 def _joined(row: Row) -> Calls:
-    return tuple(call for part in row for call in part)
+    return tuple(chain.from_iterable(row))
 
 
 def _gain(facts: Facts, calls: Calls) -> int:
@@ -206,7 +207,7 @@ def _possible(facts: Facts, rows: Rows, intervals: Iterable[Calls]) -> dict[Call
     """Intervals that may be regions in every micro-step, with their copies."""
     found = {}
     for calls in intervals:
-        if all(call in rows.twins for call in calls):
+        if rows.twins.keys() >= set(calls):
             copies = rows.copies(calls)
             if all(is_possible(facts, copy) for copy in copies):
                 found[calls] = copies
@@ -225,8 +226,8 @@ def is_possible(facts: Facts, calls: Calls) -> bool:
     held = facts.held_inputs(*calls) if len(calls) > 1 else {}
     if any(graph.storages[s].born in extent for s in held):
         return False
-    suspects = {s for s in held if s in facts.readers_of}
-    reads = facts.reads_changed(start, end)
+    suspects = {s for s in held if s in facts.changed}
+    reads = facts.reads_changed(start, end, only_older=not extent.has_gaps)
     suspects |= {s for op, s in reads if graph.storages[s].born not in extent and op in extent}
     return not any(facts.is_mutated(s, start, until) for s in suspects)
 
@@ -270,20 +271,21 @@ def _is_reversed(facts: Facts, members: Sequence[Calls], clocks: dict[Calls, int
 def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, tuple[tuple[Calls, ...], Calls]]:
     """Calls and spans with at least two candidates in a row inside: their copies, and the row that they are part of."""
     graph = facts.graph
-    starts = sorted((graph.calls[c[0]].start, graph.calls[c[-1]].end) for c in intervals)
+    spans = sorted(((graph.calls[c[0]].start, graph.calls[c[-1]].end) for c in intervals), reverse=True)
+    starts = [start for start, _ in reversed(spans)]
+    ends = [*reversed(list(accumulate((end for _, end in spans), min))), len(graph.ops) + 1]
+    """The earliest end of those that start with each or behind it."""
 
     def has_parts(calls: Calls) -> bool:
-        start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
-        inside = starts[bisect_left(starts, (start, 0)) : bisect_left(starts, (end, 0))]
-        first_end = min((e for _, e in inside if e <= end), default=end)
-        return any(first_end <= s and e <= end for s, e in inside)
+        first_end = ends[bisect_left(starts, graph.calls[calls[0]].start)]
+        return ends[bisect_left(starts, first_end)] <= graph.calls[calls[-1]].end
 
     wanted: dict[Calls, Calls] = {}
     for row in rows.rows:
-        cuts = _cuts(facts, row)
-        spans = [_joined(row[a:b]) for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
-        for calls in (*spans, *row):
-            wanted.setdefault(calls, _joined(row))
+        cuts, whole = _cuts(facts, row), _joined(row)
+        parts = [_joined(row[a:b]) for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
+        for calls in (*parts, *row):
+            wanted.setdefault(calls, whole)
     found = _in_reverse_order(facts, _possible(facts, rows, filter(has_parts, wanted)))
     return {calls: (copies, wanted[calls]) for calls, copies in found.items()}
 
@@ -340,15 +342,17 @@ def _entering(facts: Facts, intervals: Sequence[Calls]) -> dict[int, list[int]]:
 def _inner(facts: Facts, calls: Calls, written: Calls, users: dict[int, list[int]]) -> Inner:
     graph, inside, extent = facts.graph, facts.subtree(calls), Extent(facts.graph, calls)
     start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
-    born = [s for s in facts.born_in(start, end) if graph.storages[s].born in extent]
-    needed = frozenset(r.storage for r in facts.saved_in(*calls) if graph.storages[r.storage].born in extent)
+    born = extent.makes(facts.born_in(start, end))
+    needed = frozenset(extent.makes(r.storage for r in facts.saved_in(*calls)))
     limit = min(end + SLACK_OPS, _forward_end(facts, calls[0]))
-
-    def is_pinned(storage: int) -> bool:
-        if graph.storages[storage].last_ref > limit or any(u not in inside for u in users.get(storage, ())):
-            return True
-        return any(r.call not in inside for r in facts.records_of.get(storage, ()))
-
+    deaths: dict[int, int] = {}
+    pinned: set[int] = set()
+    for s in born:
+        last = graph.storages[s].last_ref
+        others = [r.released for r in facts.records_of.get(s, ()) if r.call not in inside]
+        deaths[s] = max(last, *others) if others else last
+        if others or last > limit or not inside.issuperset(users.get(s, ())):
+            pinned.add(s)
     return Inner(
         calls=calls,
         written=written,
@@ -356,8 +360,8 @@ def _inner(facts: Facts, calls: Calls, written: Calls, users: dict[int, list[int
         end=end,
         at=facts.first_unpack(*calls) or 0,
         needed=needed,
-        deaths={s: facts.death_without(s, inside) for s in born},
-        pinned=frozenset(filter(is_pinned, born)),
+        deaths=deaths,
+        pinned=frozenset(pinned),
     )
 
 
@@ -384,20 +388,20 @@ def _kind(facts: Facts, inner: Inner) -> Hashable:
     """Everything about an interval that its options depend on, free of absolute positions."""
     graph, start, end = facts.graph, inner.start, inner.end
     names: dict[int, int] = {}
-    rows: list[Hashable] = [tuple((r.start - start, r.stop - start) for r in Extent(graph, inner.calls).ranges)]
-    for op in graph.ops[start:end]:
-        read, made, written = (
-            tuple([names.setdefault(s, len(names)) for s in storages])
-            for storages in (op.inputs, op.outputs, op.mutates)
-        )
-        rows.append((facts.op_kinds[op.index], read, made, written))
-    for s, number in names.items():
-        size, is_parameter = graph.storages[s].num_bytes, graph.storages[s].cause == "parameter"
-        if s in inner.deaths:
-            ends = [min(c, end) - start for c in (graph.storages[s].last_ref, inner.deaths[s], facts.deaths[s])]
-            later = (s in inner.pinned, s in inner.needed, inner.deaths[s] >= inner.at, facts.deaths[s] >= inner.at)
-            rows.append((number, size, *ends, *later, facts.is_mutated(s, end, len(graph.ops))))
-        else:
-            rows.append((number, is_parameter))
-    rows.append(tuple(r.packed - start for r in facts.saved_in(*inner.calls)))
+    used = facts.used[facts.first_use[start] : facts.first_use[end]]
+    rows: list[Hashable] = [
+        tuple((r.start - start, r.stop - start) for r in Extent(graph, inner.calls).ranges),
+        facts.op_kinds[start:end],
+        tuple([names.setdefault(s, len(names)) for s in used]),
+        tuple([r.packed - start for r in facts.saved_in(*inner.calls)]),
+    ]
+    for s in names:
+        storage = graph.storages[s]
+        if s not in inner.deaths:
+            rows.append(storage.cause == "parameter")
+            continue
+        ends = storage.last_ref, inner.deaths[s], facts.deaths[s]
+        later = s in inner.pinned, s in inner.needed, ends[1] >= inner.at, ends[2] >= inner.at
+        is_changed = s in facts.mutated_at and facts.is_mutated(s, end, len(graph.ops))
+        rows.append((storage.num_bytes, *[(min(end, c)) - start for c in ends], *later, is_changed))
     return tuple(rows)
