@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -120,7 +120,7 @@ class Expansion:
         graph: The step.
         specs: Disjoint regions, each with the regions inside it.
         is_alone: Look only at what these regions make, hold, and saw saved: for `_prices`.
-        works: What recompute of regions does, as far as it is known; grows.
+        find_work: What recompute of a region does, from somebody who has it.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class Expansion:
         specs: Iterable[RegionSpec],
         *,
         is_alone: bool = False,
-        works: dict[RegionSpec, Replay] | None = None,
+        find_work: Callable[[RegionSpec], Replay] | None = None,
     ) -> None:
         self.graph = graph
-        self.works = {} if works is None else works
+        self._find_work = find_work
         tops = [self._region(spec, ()) for spec in sorted(specs, key=self._start)]
         self.regions = [region for top in tops for region in _with_children(top)]
         for position, region in enumerate(self.regions):
@@ -166,7 +166,7 @@ class Expansion:
     def _region(self, spec: RegionSpec, ancestors: tuple[Region, ...]) -> Region:
         graph = self.graph
         saved = saved_in(graph, *spec.calls)
-        work = self.works[spec] = self.works.get(spec) or replay(graph, spec, saved)
+        work = self._find_work(spec) if self._find_work else replay(graph, spec, saved)
         states = [random_states(graph, graph.calls[call], work) for call in spec.calls]
         region = Region(
             spec=spec,

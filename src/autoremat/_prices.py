@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoremat._alike import Alike, Move
 from autoremat._expand import FIRST, LAST, Expansion, Moment, expand, no_garbage_collection
 from autoremat._ledger import Bytes, Tally, bytes_at_start, peak_bytes, plain_bytes
 from autoremat._replay import RegionSpec, Replay, replay
@@ -84,6 +85,25 @@ class _Alone:
     remaining: dict[int, Moment]
     wanted: dict[int, Moment]
 
+    def moved(self, move: Move) -> _Alone:
+        """What a region does that is alike."""
+        clock, there = move.clock, move.storages
+        recomputes = [
+            _Recompute(
+                moment=(clock(recompute.moment[0]), recompute.moment[1]),
+                highest=recompute.highest,
+                passing=tuple([there[s] for s in recompute.passing]),
+                left=recompute.left,
+                ops=move.ops(recompute.ops),
+            )
+            for recompute in self.recomputes
+        ]
+        early, late = (_Changes(list(map(clock, some.clocks)), some.num_bytes) for some in (self.early, self.late))
+        remaining, wanted = (
+            {there[s]: (clock(at), rank) for s, (at, rank) in some.items()} for some in (self.remaining, self.wanted)
+        )
+        return _Alone(tuple(recomputes), early, late, remaining, wanted)
+
 
 class Prices:
     """Prices plans of one step.
@@ -98,6 +118,7 @@ class Prices:
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
         self._tally = Tally(graph)
+        self._alike = Alike(graph)
         self._known: dict[RegionSpec, _Alone] = {}
         self._works: dict[RegionSpec, Replay] = {}
         self._releases: dict[int, list[tuple[int, int]]] = {}
@@ -148,7 +169,8 @@ class Prices:
     def work(self, spec: RegionSpec) -> Replay:
         """What recompute of a region does."""
         if spec not in self._works:
-            self._works[spec] = replay(self._graph, spec)
+            first, move = self._alike.first(spec)
+            self._works[spec] = move.replay(self.work(first)) if move else replay(self._graph, spec)
         return self._works[spec]
 
     def recomputed(self, specs: Iterable[RegionSpec]) -> list[int]:
@@ -180,7 +202,11 @@ class Prices:
 
     def _alone(self, spec: RegionSpec) -> _Alone:
         if spec not in self._known:
-            self._known[spec] = self._work_out(Expansion(self._graph, (spec,), is_alone=True, works=self._works))
+            first, move = self._alike.first(spec)
+            if move:
+                self._known[spec] = self._alone(first).moved(move)
+            else:
+                self._known[spec] = self._work_out(Expansion(self._graph, (spec,), is_alone=True, find_work=self.work))
         return self._known[spec]
 
     def _work_out(self, expansion: Expansion) -> _Alone:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from autoremat._plan import UNCOUNTED_OPS
@@ -208,37 +209,41 @@ class Recompute:
         saved = saved_in(graph, *spec.calls) if saved is None else saved
         self._needed, self._stop = _wanted(graph, spec, extent, saved)
         self._ops = [op for some in extent.ranges for op in graph.ops[some.start : some.stop] if not op.is_view]
-        self._always = {op.index for op in self._ops if op.reads_value or is_uncounted(graph, op)}
-        self._reads = {op.index: extent.makes(op.inputs) for op in self._ops if op.index < self._stop}
+
+    @cached_property
+    def _in_reverse(self) -> list[tuple[Op, list[int], bool]]:
+        """Ops up to the stop, the last first, with what they read of the region's, and whether they always run."""
+        ops = [op for op in reversed(self._ops) if op.index < self._stop]
+        return [(op, self._extent.makes(op.inputs), op.reads_value or is_uncounted(self._graph, op)) for op in ops]
 
     def replay(self, kept: Iterable[int]) -> Replay:
         """Work out what runs if these storages are stored."""
-        graph, stop = self._graph, self._stop
         kept = frozenset(self._extent.makes(kept))
-        live = set(self._needed - kept)
-        runs: list[int] = []
-        for op in reversed(self._ops):
-            if op.index < stop and (
-                not (live.isdisjoint(op.outputs) and live.isdisjoint(op.mutates)) or op.index in self._always
-            ):
-                runs.append(op.index)
-                live.update([s for s in self._reads[op.index] if s not in kept])
-        runs.reverse()
-
-        alive = set(runs)
-        dead = [op.index for op in self._ops if op.index not in alive]
-        selective = bool(kept) or (not self._is_whole and any(graph.ops[i].flops for i in dead if i < stop))
-        if not selective:
-            runs = [op.index for op in self._ops if op.index < stop]
-            dead = []
+        runs = [op for op in self._ops if op.index < self._stop]
+        dead: list[Op] = []
+        if kept or not self._is_whole:
+            alive = self._alive(kept)
+            dead = [op for op in self._ops if op.index not in alive]
+        selective = bool(kept) or any(op.flops for op in dead if op.index < self._stop)
+        if selective:
+            runs = [op for op in runs if op.index in alive]
         return Replay(
-            ops=tuple(runs),
-            skipped=tuple(dead),
-            stop=stop,
-            flops=sum([graph.ops[i].flops for i in runs]),
+            ops=tuple([op.index for op in runs]),
+            skipped=tuple([op.index for op in dead]) if selective else (),
+            stop=self._stop,
+            flops=sum([op.flops for op in runs]),
             selective=selective,
             needed=self._needed,
         )
+
+    def _alive(self, kept: frozenset[int]) -> set[int]:
+        """Ops that make what is needed, from what is stored where that is possible."""
+        live, found = set(self._needed - kept), set()
+        for op, reads, always in self._in_reverse:
+            if always or not (live.isdisjoint(op.outputs) and live.isdisjoint(op.mutates)):
+                found.add(op.index)
+                live.update([s for s in reads if s not in kept])
+        return found
 
 
 def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[SavedTensor]) -> tuple[frozenset[int], int]:
