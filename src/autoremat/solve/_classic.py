@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from autoremat._replay import RegionSpec
@@ -38,12 +38,15 @@ _SAVED = {
 Schedule = Callable[[StepGraph, tuple[int, ...]], Iterator[RegionSpec]]
 
 
-def classic_regions(graph: StepGraph, name: str) -> tuple[RegionSpec, ...] | None:
+def classic_regions(
+    graph: StepGraph, name: str, stacks: Sequence[tuple[int, ...]] | None = None
+) -> tuple[RegionSpec, ...] | None:
     """The regions of a schedule that is known by name; None if there is none of that name.
 
     Args:
         graph: The step.
         name: One of `CLASSIC_NAMES`, with any positive number behind ``every:`` and ``uniform:``.
+        stacks: ``block_stacks(graph)`` if the caller has it.
     """
     kind, _, argument = name.partition(":")
     if kind in ("every", "uniform"):
@@ -59,7 +62,8 @@ def classic_regions(graph: StepGraph, name: str) -> tuple[RegionSpec, ...] | Non
         schedule = _PLAIN[name]
     else:
         return None
-    return tuple(spec for stack in block_stacks(graph) for spec in schedule(graph, stack))
+    stacks = block_stacks(graph) if stacks is None else stacks
+    return tuple(spec for stack in stacks for spec in schedule(graph, stack))
 
 
 def block_stacks(graph: StepGraph) -> list[tuple[int, ...]]:

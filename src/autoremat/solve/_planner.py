@@ -17,13 +17,14 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from autoremat._expand import no_garbage_collection
 from autoremat._regions import describe_all
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
 from autoremat.solve._bounds import Bound
-from autoremat.solve._classic import CLASSIC_NAMES, classic_regions
+from autoremat.solve._classic import CLASSIC_NAMES, block_stacks, classic_regions
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._general import General, branches
 from autoremat.solve._options import RegionCost
@@ -176,11 +177,12 @@ class Planner:
 
     def _price_classics(self) -> list[_Priced]:
         """Schedules known by name: no plan is dearer than one of these that fits its budget."""
-        found = []
+        found, stacks = [], block_stacks(self._facts.graph)
+        possible = cache(lambda calls: is_possible(self._facts, calls))
         for name in CLASSIC_NAMES:
-            regions = classic_regions(self._facts.graph, name) or ()
+            regions = classic_regions(self._facts.graph, name, stacks) or ()
             nested = (region for spec in regions for region in spec.with_children())
-            are_possible = all(is_possible(self._facts, region.calls) for region in nested)
+            are_possible = all(possible(region.calls) for region in nested)
             if regions and are_possible and (not self._flat or self._is_flat(regions)):
                 found.append(self._priced(regions))
         return found

@@ -32,6 +32,8 @@ from autoremat.solve._chain import PLAIN, Chain, Costs, Ways
 from autoremat.solve._facts import Bytes
 
 NUM_SLOTS = 16384
+_TOLERANCE = 1e-9
+"""By how much sums of costs may differ that were added in another order."""
 _ANY = -(1 << 60)
 """Memory needed where nothing is."""
 Pick = tuple[int, int, tuple["Pick", ...]]
@@ -67,27 +69,11 @@ _REGION, _NO_REGION = -1, -2
 """In place of the state inside."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """The ways on from a position of one part; memory counts from the level of a part at a position.
-
-    Attributes:
-        cost: Cost of each, of nests without what is inside.
-        demand: Least memory with which each can be taken and the end be reached.
-        gain: Memory at the position reached less memory here.
-        behind: State at the position reached.
-        nests: Which of them are nests.
-        inner_gain: Memory at the start of the part inside less memory here, for each nest.
-        inside: State at the start of the part inside, for each nest.
-    """
-
-    cost: Costs
-    demand: Bytes
-    gain: Bytes
-    behind: Bytes
-    nests: Bytes
-    inner_gain: Bytes
-    inside: Bytes
+_Move = tuple[int, int, float, float, int, int, int, int]
+"""A way on from a position of one part: least memory with which it can be taken and the end be reached; memory that
+leaves nothing to be wanted; what it costs at least, with all that follows; its own cost; memory at the position reached
+less memory here; state there; state at the start of the part inside a nest (negative for others), and memory there less
+memory here. Memory counts from the level of a part at a position."""
 
 
 class Table:
@@ -112,13 +98,13 @@ class Table:
         self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
         self._rows = {stores: self._any_part(stores) for stores in (None, *range(len(chain.stored)))}
         self._values: list[Costs] = []
-        self._moves: list[_Moves | None] = []
-        """For each state."""
+        self._from: list[tuple[Bytes, Bytes] | None] = []
+        """For each state: the ways on, and the states behind them."""
         self._needs: Bytes = np.zeros(1024, np.int64)
-        self._top: Bytes = np.zeros(1024, np.int64)
-        self._last: Bytes = np.zeros(1024, np.int64)
-        self._final: Costs = np.zeros(1024, np.float64)
-        """For each state: least memory, memory that leaves nothing to be wanted, the last slot, and what is in it."""
+        self._limits: list[tuple[int, int, float]] = []
+        """For each state: least memory, memory that leaves nothing to be wanted, and what is left to pay then."""
+        self._read: dict[int, list[tuple[int, _Move]]] = {}
+        """For states that plans came by: the ways on, those that may cost least first."""
         self._known: dict[tuple[bytes, ...], int] = {}
         self._longest: dict[int | None, tuple[_Part, Bytes]] = {}
         """For each store set, the longest of the parts that are filled, and its ways."""
@@ -209,7 +195,7 @@ class Table:
             behind = state[position + own[:, _LENGTH]]
             key = own.tobytes(), behind.tobytes()
             if key not in self._known:
-                self._known[key] = self._solve(self._moves_of(own, behind))
+                self._known[key] = self._solve(own, behind)
             state[position] = self._known[key]
 
     def _copy_states(self, part: _Part, rows: Bytes) -> int:
@@ -224,74 +210,62 @@ class Table:
         self._state[part.row, part.end - done : part.end] = self._state[other.row, other.end - done : other.end]
         return done
 
-    def _moves_of(self, rows: Bytes, behind: Bytes) -> _Moves:
-        nests = np.flatnonzero(rows[:, _INSIDE] >= 0)
-        return _Moves(
-            cost=rows[:, _COST].copy().view(np.float64),
-            demand=np.maximum(rows[:, _DEMAND], self._needs[behind] - rows[:, _GAIN]),
-            gain=rows[:, _GAIN].copy(),
-            behind=behind,
-            nests=nests,
-            inner_gain=rows[nests, _INNER_GAIN],
-            inside=rows[nests, _INSIDE],
-        )
+    def _moves_of(self, rows: Bytes, behind: Bytes) -> list[_Move]:
+        demands, gains, _, _, insides, inner_gains = rows.T.tolist()
+        costs = rows[:, _COST].copy().view(np.float64).tolist()
+        limits, found = self._limits, []
+        each = zip(demands, gains, costs, insides, inner_gains, behind.tolist(), strict=True)
+        for own_demand, gain, cost, inside, inner_gain, state in each:
+            need, top, least = limits[state]
+            demand, top, least = max(own_demand, need - gain), top - gain, cost + least
+            if inside >= 0:
+                _, inner_top, inner_least = limits[inside]
+                top, least = max(top, inner_top - inner_gain), least + inner_least
+            found.append((demand, max(top, demand), least, cost, gain, state, inside, inner_gain))
+        return found
 
-    def _add(self, values: Costs, need: int, top: int, moves: _Moves | None = None) -> int:
+    def _add(self, values: Costs, need: int, top: int, ways: tuple[Bytes, Bytes] | None = None) -> int:
         """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
         number = len(self._values)
         if number == len(self._needs):
-            self._needs, self._top, self._last = (
-                np.concatenate([found, np.zeros_like(found)]) for found in (self._needs, self._top, self._last)
-            )
-            self._final = np.concatenate([self._final, np.zeros_like(self._final)])
-        self._needs[number], self._top[number], self._last[number] = need, top, len(values) - 1
-        self._final[number] = values[-1]
+            self._needs = np.concatenate([self._needs, np.zeros_like(self._needs)])
+        self._needs[number] = need
+        self._limits.append((need, top, float(values[-1])))
         self._values.append(values)
-        self._moves.append(moves)
+        self._from.append(ways)
         return number
 
-    def _solve(self, moves: _Moves) -> int:
+    def _solve(self, rows: Bytes, behind: Bytes) -> int:
         """Least cost by slot over all ways on."""
-        need = int(moves.demand.min())
-        least, top = self._most_wanted(moves)
-        num_slots = -(-(top - need) // self.width) + 1
-        first = -((need - moves.demand) // self.width)
-        shift = first + (need + moves.gain - self._needs[moves.behind]) // self.width
-        inner_shift = first[moves.nests] + (need + moves.inner_gain - self._needs[moves.inside]) // self.width
-        pairs = zip(inner_shift.tolist(), moves.inside.tolist(), strict=True)
-        inner = dict(zip(moves.nests.tolist(), pairs, strict=True))
+        moves, width = self._moves_of(rows, behind), self.width
+        need, (_, plain_top, plain_least, *_) = min(moves)[0], moves[0]
+        # Nothing is wanted of ways that never cost less than the plain step.
+        top = max([top for _, top, least, *_ in moves if least < plain_least], default=plain_top)
+        top = max(top, plain_top)
+        num_slots = -(-(top - need) // width) + 1
         best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
         rising = best[::-1]
-        lists = (numbers.tolist() for numbers in (first, shift, moves.behind, moves.cost, least))
-        for way, (start, at, behind, cost, final) in enumerate(zip(*lists, strict=True)):
-            # Costs fall from slot to slot: nothing is gained where the least is not more than what is left at the end.
-            end = num_slots - int(rising.searchsorted(final, "right"))
-            if start >= end:
+        better = -1, 0, 0, 0.0
+        for demand, _, least, cost, gain, state, inside, inner_gain in moves:
+            first, ahead = -((need - demand) // width), (need + gain - self._limits[state][0]) // width
+            if state == better[0] and first >= better[1] and ahead <= better[2] and cost >= better[3]:
                 continue
-            sums = _plus(self._values[behind], at, cost, scratch[start:end])
-            if way in inner:
-                inner_at, inside = inner[way]
-                sums = _plus(self._values[inside], inner_at, sums, scratch[start:end])
-            stop = start + len(sums)
-            lowered = best[start:stop]
+            # Costs fall from slot to slot: nothing is gained where the least is not more than what is left at the end.
+            end = num_slots - int(rising.searchsorted(least, "right"))
+            if first >= end:
+                continue
+            sums = _plus(self._values[state], first + ahead, cost, scratch[: end - first])
+            if inside >= 0:
+                at = first + (need + inner_gain - self._limits[inside][0]) // width
+                sums = _plus(self._values[inside], at, sums, scratch[: end - first])
+            else:
+                better = state, first, ahead, cost
+            stop = first + len(sums)
+            lowered = best[first:stop]
             np.minimum(lowered, sums, out=lowered)
             if stop < end:
-                best[stop:end] = final
-        return self._add(best, need, top, moves)
-
-    def _most_wanted(self, moves: _Moves) -> tuple[Costs, int]:
-        """What each way costs at least, and memory that leaves nothing to be wanted.
-
-        That is the plain step's, or that of regions by which nests stop early.
-        """
-        least = moves.cost + self._final[moves.behind]
-        least[moves.nests] += self._final[moves.inside]
-        top = np.maximum(moves.demand, self._top[moves.behind] - moves.gain)
-        inner_top = self._top[moves.inside] - moves.inner_gain
-        top[moves.nests] = np.maximum(top[moves.nests], inner_top)
-        wanted = least < least[0]
-        wanted[0] = True
-        return least, int(top[wanted].max())
+                best[stop:end] = least
+        return self._add(best, need, top, (rows, behind))
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -305,33 +279,40 @@ class Table:
         """Regions from a position on, with so much memory above the level there."""
         ways = self._ways
         while position < part.end:
-            first, moves = int(ways.first[position]), self._moves[self._state[part.row, position]]
-            assert moves is not None
-            way = self._best(moves, memory)
-            number, stop, option = (int(found[first + way]) for found in (ways.number, ways.stop, ways.option))
+            way, gain, inner_gain = self._best(int(self._state[part.row, position]), memory)
+            way += int(ways.first[position])
+            number, stop, option = (int(found[way]) for found in (ways.number, ways.stop, ways.option))
             if number >= 0:
                 yield number, option, ()
             elif number != PLAIN:
                 inner = self._parts[self._row_of[stop, option]]
-                inner_gain = int(moves.inner_gain[np.searchsorted(moves.nests, way)])
                 yield number, option, tuple(self._walk(inner, position, memory + inner_gain))
-            position, memory = stop, memory + int(moves.gain[way])
+            position, memory = stop, memory + gain
 
-    def _best(self, moves: _Moves, memory: int) -> int:
-        """The cheapest way on with so much memory."""
-        fits = np.flatnonzero(moves.demand <= memory)
-        own = moves.cost.copy()
-        own[moves.nests] += self._cost(moves.inside, memory + moves.inner_gain)
-        own, left = own[fits], memory + moves.gain[fits]
-        cost = own + self._cost(moves.behind[fits], left)
-        # Of equals the plain step, which comes first: no region that gains nothing. Then the one that leaves most.
-        left -= self._needs[moves.behind[fits]]
-        return int(fits[np.lexsort((-left, fits > 0, own, cost))[0]])
+    def _best(self, state: int, memory: int) -> tuple[int, int, int]:
+        """The cheapest way on with so much memory, and how much more there is where it leads, and inside it."""
+        if state not in self._read:
+            ways = self._from[state]
+            assert ways is not None
+            moves = list(enumerate(self._moves_of(*ways)))
+            self._read[state] = sorted(moves, key=lambda pair: pair[1][2])
+        found, best = None, (np.inf, 0.0, False, 0, 0)
+        for way, (demand, _, least, cost, gain, behind, inside, inner_gain) in self._read[state]:
+            if least - _TOLERANCE * abs(least) > best[0]:
+                break
+            if demand <= memory:
+                own = cost + self._cost(inside, memory + inner_gain) if inside >= 0 else cost
+                left = memory + gain - self._limits[behind][0]
+                # Of equals the plain step, which comes first: no region that gains nothing. Then what leaves most.
+                rank = own + self._cost(behind, memory + gain), own, way > 0, -left, way
+                if found is None or rank < best:
+                    found, best = (way, gain, inner_gain), rank
+        assert found is not None
+        return found
 
-    def _cost(self, states: Bytes, memory: Bytes) -> Costs:
-        slots = np.maximum((memory - self._needs[states]) // self.width, 0)
-        pairs = zip(states.tolist(), np.minimum(slots, self._last[states]).tolist(), strict=True)
-        return np.array([self._values[state][slot] for state, slot in pairs])
+    def _cost(self, state: int, memory: int) -> float:
+        values, slot = self._values[state], (memory - self._limits[state][0]) // self.width
+        return values.item(min(max(slot, 0), len(values) - 1))
 
 
 def _plus(values: Costs, at: int, others: Costs | float, sums: Costs) -> Costs:
