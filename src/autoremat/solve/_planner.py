@@ -199,6 +199,7 @@ class Planner:
         smallest = min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
         return self._refined(smallest, smallest.peak_bytes, lambda found: True)
 
+    @no_garbage_collection()
     def plan(self, budget_bytes: int) -> Solution:
         """The cheapest regions found for a budget.
 
@@ -217,6 +218,7 @@ class Planner:
         best = cell.upper if cell.upper.peak_bytes <= budget_bytes else cell.lower
         return self._solution(best, budget_bytes)
 
+    @no_garbage_collection()
     def frontier(self, num_points: int = 32) -> list[Solution]:
         """Solutions from the smallest peak to no recompute, none beaten by another in both peak and cost.
 
