@@ -127,7 +127,7 @@ class Prices:
         for record in graph.saved:
             self._releases.setdefault(record.storage, []).append((record.call, record.released))
             deaths[record.storage] = max(deaths[record.storage], record.released)
-        self._deaths = deaths
+        self._deaths, self._sizes = deaths, [storage.num_bytes for storage in graph.storages]
         self._during, self._before = plain_bytes(graph, deaths)
         self._start = bytes_at_start(graph)
 
@@ -144,10 +144,10 @@ class Prices:
         if len(set().union(*clocks)) < sum(map(len, clocks)):
             return peak_bytes(self._graph, expand(self._graph, specs))  # regions take turns
         early, late, ends = self._changes(regions)
-        size, between = self._graph.storages, defaultdict[Moment, int](int)
+        size, between = self._sizes, defaultdict[Moment, int](int)
         for s, moment in ends.items():
             if FIRST < moment[1] < LAST:
-                between[moment] += size[s].num_bytes
+                between[moment] += size[s]
         first, num = early.by_clock(len(self._before)), len(self._before)
         change = np.cumsum(first + late.by_clock(num))
         peak = max(self._start, int((self._during + change[:-1]).max(initial=0)))
@@ -161,7 +161,7 @@ class Prices:
                     level = int(before[clock])
                 peak, gone = max(peak, level + recompute.highest[0]), 0
                 for s, highest in zip(recompute.passing, recompute.highest[1:], strict=True):
-                    gone += size[s].num_bytes if ends.get(s) == recompute.moment else 0
+                    gone += size[s] if ends.get(s) == recompute.moment else 0
                     peak = max(peak, level + highest - gone)
                 level += recompute.left - between.get(recompute.moment, 0)
         return peak
@@ -192,12 +192,13 @@ class Prices:
                     ends[s] = moment
         last = len(self._graph.ops)
         for s, (clock, rank) in ends.items():
-            size, death = self._graph.storages[s].num_bytes, self._deaths[s]
+            size, death = self._sizes[s], self._deaths[s]
             if death < last:
                 early.add(death, size)
-            if (clock, rank) == (last, FIRST):
-                continue
-            (early if rank == FIRST else late).add(clock, -size)
+            if rank > FIRST:
+                late.add(clock, -size)
+            elif clock < last:
+                early.add(clock, -size)
         return early, late, ends
 
     def _alone(self, spec: RegionSpec) -> _Alone:

@@ -296,23 +296,23 @@ class Table:
             assert ways is not None
             moves = list(enumerate(self._moves_of(*ways)))
             self._read[state] = sorted(moves, key=lambda pair: pair[1][2])
+        limits, all_values, width = self._limits, self._values, self.width
         found, best = None, (np.inf, 0.0, False, 0, 0)
         for way, (demand, _, least, cost, gain, behind, inside, inner_gain) in self._read[state]:
             if least - _TOLERANCE * abs(least) > best[0]:
                 break
             if demand <= memory:
-                own = cost + self._cost(inside, memory + inner_gain) if inside >= 0 else cost
-                left = memory + gain - self._limits[behind][0]
+                own = cost
+                if inside >= 0:
+                    values = all_values[inside]
+                    own += values.item(min((memory + inner_gain - limits[inside][0]) // width, len(values) - 1))
+                left, values = memory + gain - limits[behind][0], all_values[behind]
                 # Of equals the plain step, which comes first: no region that gains nothing. Then what leaves most.
-                rank = own + self._cost(behind, memory + gain), own, way > 0, -left, way
+                rank = own + values.item(min(left // width, len(values) - 1)), own, way > 0, -left, way
                 if found is None or rank < best:
                     found, best = (way, gain, inner_gain), rank
         assert found is not None
         return found
-
-    def _cost(self, state: int, memory: int) -> float:
-        values, slot = self._values[state], (memory - self._limits[state][0]) // self.width
-        return values.item(min(max(slot, 0), len(values) - 1))
 
 
 def _plus(values: Costs, at: int, others: Costs | float, sums: Costs) -> Costs:
