@@ -20,7 +20,7 @@ from autoremat.solve._nests import NestDemands, StoreSets, store_sets
 from autoremat.solve._options import Option, RegionCost, cost_around, enumerate_options
 from autoremat.solve._segments import Candidate, Segments, find_segments
 from autoremat.solve._table import Pick
-from autoremat.solve._units import Inner, moved
+from autoremat.solve._units import Inner, moved, places
 
 MAX_POINTS = 40
 """Limits on stored bytes tried for a candidate that holds much of the step."""
@@ -158,12 +158,13 @@ def _moved(facts: Facts, source: Inner, options: tuple[Option, ...], target: Inn
     """The same options of an equal candidate."""
     if source is target:
         return options
-    kept = frozenset[int]().union(*(option.kept for option in options))
-    there = {s: next(iter(moved(facts, source, target, (s,)))) for s in kept}
-    fields = [(option, frozenset(there[s] for s in option.kept)) for option in options]
+    there = places(facts, source, target, frozenset[int]().union(*[option.kept for option in options]))
+    fields = [(option, frozenset([there[s] for s in option.kept])) for option in options]
     return tuple(
-        Option(stored, o.cost, o.weight, o.saved_bytes, o.recompute_bytes, o.freed_bytes, o.forward, o.selective)
-        for o, stored in fields
+        [
+            Option(stored, o.cost, o.weight, o.saved_bytes, o.recompute_bytes, o.freed_bytes, o.forward, o.selective)
+            for o, stored in fields
+        ]
     )
 
 

@@ -77,11 +77,16 @@ class Inner:
 
 def moved(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> frozenset[int]:
     """The same stored outputs in an equal interval."""
-    graph, shift = facts.graph, target.start - source.start
+    return frozenset(places(facts, source, target, kept).values())
+
+
+def places(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> dict[int, int]:
+    """The same by the stored outputs."""
+    ops, shift = facts.graph.ops, target.start - source.start
     if not shift:
-        return frozenset(kept)
-    births = ((s, graph.storages[s].born) for s in kept)
-    return frozenset(graph.ops[born + shift].outputs[graph.ops[born].outputs.index(s)] for s, born in births)
+        return {s: s for s in kept}
+    births = [(s, facts.graph.storages[s].born) for s in kept]
+    return {s: ops[born + shift].outputs[ops[born].outputs.index(s)] for s, born in births}
 
 
 def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Unit]:
