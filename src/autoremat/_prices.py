@@ -233,7 +233,7 @@ class Prices:
 
     def _recomputes(self, expansion: Expansion, late: _Changes) -> list[_Recompute]:
         """The recomputes, with what dies right after each of them."""
-        found = []
+        found, again = [], Action.RECOMPUTE
         saved = {(s, region.position) for region in expansion.regions[:1] for s in region.spec.kept}
         ending: dict[Moment, list[tuple[int, int]]] = defaultdict(list)
         for (s, generation), moment in expansion.ends.items():
@@ -248,7 +248,7 @@ class Prices:
                 gone = expansion.drops.pop((clock, rank), ())
                 left -= sum(self._graph.storages[s].num_bytes for s, _ in gone)
                 late.add(clock, left)
-                ops = tuple(event.op for event in events if event.action is Action.RECOMPUTE)
+                ops = tuple([event.op for event in events if event.action is again])
                 found.append(_Recompute((clock, rank), highest, order, left, ops))
         return found
 
@@ -259,9 +259,8 @@ class Prices:
 
         Those that pass are not taken off.
         """
-        cuts = [
-            i for i, e in enumerate(events) if e.action is Action.DROP and not e.generation and e.storage in passing
-        ]
+        drop, numbered = Action.DROP, enumerate(events) if passing else ()
+        cuts = [i for i, e in numbered if e.action is drop and not e.generation and e.storage in passing]
         total, highest = 0, []
         for start, stop in pairwise((-1, *cuts, len(events))):
             most, total = self._tally.run(events[start + 1 : stop], total, saved)
