@@ -195,7 +195,7 @@ class Table:
             behind = state[position + own[:, _LENGTH]]
             key = own.tobytes(), behind.tobytes()
             if key not in self._known:
-                self._known[key] = self._solve(own, behind)
+                self._known[key] = self._solve(own.copy(), behind)
             state[position] = self._known[key]
 
     def _copy_states(self, part: _Part, rows: Bytes) -> int:
@@ -238,11 +238,14 @@ class Table:
     def _solve(self, rows: Bytes, behind: Bytes) -> int:
         """Least cost by slot over all ways on."""
         moves, width = self._moves_of(rows, behind), self.width
-        need, (_, plain_top, plain_least, *_) = min(moves)[0], moves[0]
+        need, (_, plain_top, plain_least, _, plain_gain, plain, *_) = min(moves)[0], moves[0]
         # Nothing is wanted of ways that never cost less than the plain step.
         top = max([top for _, top, least, *_ in moves if least < plain_least], default=plain_top)
         top = max(top, plain_top)
         num_slots = -(-(top - need) // width) + 1
+        if len(moves) == 1:
+            values, at = self._values[plain], (need + plain_gain - self._limits[plain][0]) // width
+            return self._add(_from_slot(values, at, num_slots), need, top, (rows, behind))
         best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
         rising = best[::-1]
         better = -1, 0, 0, 0.0
@@ -315,9 +318,14 @@ class Table:
         return found
 
 
+def _from_slot(values: Costs, at: int, num_slots: int) -> Costs:
+    """Costs from a slot on; the last stands for all that follow."""
+    return values[at : at + num_slots] if at < len(values) else values[-1:]
+
+
 def _plus(values: Costs, at: int, others: Costs | float, sums: Costs) -> Costs:
     """Add costs from a slot on to others, as far as there is room; the last of each stands for all that follow."""
-    values = values[at : at + len(sums)] if at < len(values) else values[-1:]
+    values = _from_slot(values, at, len(sums))
     if isinstance(others, float):
         return np.add(values, others, out=sums[: len(values)])
     both = min(len(values), len(others))
