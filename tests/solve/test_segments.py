@@ -50,6 +50,16 @@ def test_spans_are_candidates_where_they_drop_more_than_their_parts() -> None:
     assert ["g.2"] not in nests
 
 
+@pytest.mark.parametrize("most", [4, 8])
+def test_spans_are_found_where_shorter_ones_would_start_and_stop_in_modules_too_far_apart(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("autoremat.solve._segments.MAX_CROSSING_OPS", most)
+    one: Recipe = (("call", MLP, 0),)
+    graph = build_step((("h.0", one * 2), ("h.1", one), ("h.2", one), ("h.3", one)))
+    assert any(len(c.members[0].written) > 1 for c in segments_of(graph)[1].candidates)
+
+
 def test_nests_of_a_long_stack_end_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of the table are then equal but for their length."""
     monkeypatch.setattr("autoremat.solve._segments.MAX_CUTS", 4)

@@ -36,25 +36,23 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 4) -> Chain
         for stop in range(start + 1, num + 1):
             options = draw(st.integers(0, 2))
             if options:
-                forward, backward, saved, cost, *stuck = (
-                    draw(st.lists(kind, min_size=options, max_size=options)) for kind in (*[number] * 4, small, small)
+                *forward, backward, saved, cost = (
+                    draw(st.lists(number, min_size=options, max_size=options)) for _ in range(NUM_SETS + 3)
                 )
                 freed = array(*saved) - draw(st.integers(0, 3))
                 costs = np.array(cost, float)
                 ready = np.array(draw(st.lists(small, min_size=options, max_size=options)), float)
-                demands = array(*forward), array(*backward)
-                edges[start].append(Edge(count, stop, *demands, freed, costs, np.array(stuck), ready))
+                demands = np.array(forward, np.int64), array(*backward)
+                edges[start].append(Edge(count, stop, *demands, freed, costs, ready))
                 count += 1
     for n in range(draw(st.integers(0, max_nests))):
         start = draw(st.integers(0, num - 1))
         stop = draw(st.integers(start + 1, num))
         stores = draw(st.integers(0, NUM_SETS - 1))
-        forward, saved, held, cost = (draw(number) for _ in range(4))
-        stuck = array(draw(small), draw(small))
-        nests[start].append(
-            NestEdge(-1 - n, stores, stop, forward, saved, held % 3, float(cost), stuck, float(draw(small)))
-        )
-    lists = [draw(st.lists(number, min_size=num, max_size=num)) for _ in range(2)]
+        forward = array(*(draw(number) for _ in range(NUM_SETS)))
+        saved, held, cost = (draw(number) for _ in range(3))
+        nests[start].append(NestEdge(-1 - n, stores, stop, forward, saved, held % 3, float(cost), float(draw(small))))
+    *demanded, backward = (draw(st.lists(number, min_size=num, max_size=num)) for _ in range(NUM_SETS + 1))
     shift = draw(st.lists(st.integers(-5, 5), min_size=num + 1, max_size=num + 1))
     stored = draw(st.lists(st.lists(small, min_size=num, max_size=num), min_size=NUM_SETS, max_size=NUM_SETS))
     work = np.cumsum([0, *draw(st.lists(small, min_size=num, max_size=num))]).astype(float)
@@ -62,8 +60,8 @@ def chains(draw: st.DrawFn, max_positions: int = 4, max_nests: int = 4) -> Chain
     return Chain(
         edges=tuple(map(tuple, edges)),
         nests=tuple(map(tuple, nests)),
-        forward=array(*lists[0]),
-        backward=array(*lists[1]),
+        forward=np.array(demanded, np.int64),
+        backward=array(*backward),
         shift=array(*shift),
         required=draw(st.integers(0, 40)),
         stored=np.array([np.cumsum([0, *sizes]) for sizes in stored]),
@@ -77,9 +75,9 @@ def paths(chain: Chain, start: int, end: int, stores: int | None) -> dict[tuple[
     """Every way through a stretch: regions, with cost and least memory at its start."""
     if start == end:
         return {(): (0.0, chain.required if stores is None else -1000)}
-    extra = 0
+    extra, number = 0, stores or 0
     if stores is not None:
-        extra = int(chain.shift[end] + chain.stored[stores, end] - chain.stored[stores, start])
+        extra = int(chain.shift[end] + chain.stored[stores, end])
 
     def is_inside(edge: Edge | NestEdge) -> bool:
         return edge.stop <= end if stores is None else edge.stop < end
@@ -90,23 +88,22 @@ def paths(chain: Chain, start: int, end: int, stores: int | None) -> dict[tuple[
         return ready - float(chain.tail[end]) if reaches else 0.0
 
     found: dict[tuple[Pick, ...], Row] = {}
-    demand = max(int(chain.forward[start]) + extra, int(chain.backward[start]))
+    demand = max(int(chain.forward[number, start]) + extra, int(chain.backward[start]))
     for picks, (cost, need) in paths(chain, start + 1, end, stores).items():
         found[picks] = (cost, max(demand, need))
     for edge in filter(is_inside, chain.edges[start]):
         for k in range(len(edge.cost)):
-            demand = max(int(edge.forward[k]) + extra, int(edge.backward[k]))
-            saved = int(edge.saved[k]) - (0 if stores is None else int(edge.stuck[stores, k]))
+            demand = max(int(edge.forward[number, k]) + extra, int(edge.backward[k]))
+            saved = int(edge.saved[k])
             for picks, (cost, need) in paths(chain, edge.stop, end, stores).items():
                 own = float(edge.cost[k]) + late(edge, float(edge.ready[k]))
                 found[((edge.candidate, k, ()), *picks)] = (cost + own, max(demand, need - saved))
     for nest in filter(is_inside, chain.nests[start]):
         inside = paths(chain, start, nest.stop, nest.stores)
         behind = paths(chain, nest.stop, end, stores)
-        saved = nest.saved - (0 if stores is None else int(nest.stuck[stores]))
         for inner, (inner_cost, inner_need) in inside.items():
             for picks, (cost, need) in behind.items():
-                demand = max(nest.forward + extra, inner_need + nest.held, need - saved)
+                demand = max(int(nest.forward[number]) + extra, inner_need + nest.held, need - nest.saved)
                 own = nest.cost + late(nest, nest.ready)
                 found[((nest.number, nest.stores, inner), *picks)] = (cost + inner_cost + own, demand)
     return found
@@ -149,18 +146,20 @@ def test_few_slots_never_admit_what_does_not_fit_and_find_what_there_is(
 
 def stack(num: int, saved: np.ndarray, cost: np.ndarray, size: int, *, nests: bool = False) -> Chain:
     """Equal blocks of a size, each with the same options."""
-    full, none, never = np.full(len(saved), size), np.zeros((1, len(saved)), int), np.zeros(len(saved))
-    edges = tuple((Edge(i, i + 1, i * size + full, i * size + full, saved, cost, none, never),) for i in range(num))
+    full, never = np.full(len(saved), size), np.zeros(len(saved))
+    edges = tuple((Edge(i, i + 1, i * size + full[None], i * size + full, saved, cost, never),) for i in range(num))
     spans: list[list[NestEdge]] = [[] for _ in range(num + 1)]
     for i in range(num if nests else 0):
         for j in range(i + 1, num + 1):
             freed = (j - i - 1) * size + int(saved[-1])
-            spans[i].append(NestEdge(-1, 0, j, (i + 1) * size, freed, 0, float(j - i), array(0), 0.0))
+            spans[i].append(NestEdge(-1, 0, j, array((i + 1) * size), freed, 0, float(j - i), 0.0))
     base = np.arange(num, dtype=np.int64) * size + size
     nothing = np.zeros((1, num + 1), int)
     work, shift = np.zeros(num + 1), np.zeros(num + 1, int)
     never = np.full(num + 1, num + 1)
-    return Chain((*edges, ()), tuple(map(tuple, spans)), base, base, shift, num * size, nothing, work, work, never)
+    return Chain(
+        (*edges, ()), tuple(map(tuple, spans)), base[None], base, shift, num * size, nothing, work, work, never
+    )
 
 
 def test_the_last_of_equal_blocks_is_kept() -> None:
@@ -207,12 +206,12 @@ def test_nests_reach_below_what_single_blocks_reach() -> None:
 
 
 def test_a_region_that_lets_a_nest_stop_early_is_taken_where_it_needs_more_than_the_plain_step() -> None:
-    zero, none = array(0, 0), np.zeros((NUM_SETS, 1), np.int64)
-    inner = Edge(0, 1, array(1), array(0), array(0), np.zeros(1), none, np.zeros(1))
-    nest = NestEdge(-1, 0, 2, 0, 0, 0, 0.0, zero, 0.0)
+    zero, both = array(0, 0), np.zeros((NUM_SETS, 2), np.int64)
+    inner = Edge(0, 1, np.ones((NUM_SETS, 1), np.int64), array(0), array(0), np.zeros(1), np.zeros(1))
+    nest = NestEdge(-1, 0, 2, zero, 0, 0, 0.0, 0.0)
     work = np.array([0.0, 0.0, 1.0])
     chain = Chain(
-        edges=((inner,), (), ()), nests=((nest,), (), ()), forward=zero, backward=zero, shift=array(0, 0, 0),
-        required=0,        stored=np.zeros((NUM_SETS, 3), np.int64), work=work, tail=work, reach=array(0, 0, 0),
+        edges=((inner,), (), ()), nests=((nest,), (), ()), forward=both, backward=zero, shift=array(0, 0, 0),
+        required=0, stored=np.zeros((NUM_SETS, 3), np.int64), work=work, tail=work, reach=array(0, 0, 0),
     )  # fmt: skip
     assert Table(chain, num_slots=512).picks(1) == ((-1, 0, ((0, 0, ()),)),)

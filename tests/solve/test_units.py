@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+import autoremat as ar
 from autoremat._ledger import expand, peak_bytes
 from autoremat._replay import RegionSpec
 from autoremat._step_graph import StepGraph
@@ -17,6 +18,7 @@ from autoremat.solve._units import build_units
 from machine import run_schedule
 from reference import is_legal
 from strategies import Tape
+from zoo import MODELS
 
 
 def finish(tape: Tape, x: int) -> StepGraph:
@@ -144,3 +146,16 @@ def test_an_argument_of_several_regions_is_counted_once(biased: StepGraph) -> No
         solution = planner.plan(budget)
         run_schedule(biased, expand(biased, solution.regions))
         assert solution.peak_bytes <= budget
+
+
+def test_what_the_calls_of_one_layer_take_counts_with_the_region_that_holds_it() -> None:
+    """Under autocast a layer reads casts of its input, so that regions inside it hold what the plain step frees."""
+    case = MODELS["bert"]()
+    graph = ar.trace(case.build(), case.batch, loss=case.loss_fn, precision="amp-bf16")
+    facts = collect_facts(graph, [float(op.flops) for op in graph.ops])
+    segments = find_segments(facts)
+    layers = [c for c in graph.calls if c.path.startswith("bert.encoder.layer.") and c.path.count(".") == 3]
+    freed = {s for c in layers for s in c.inputs if facts.deaths[s] < (facts.first_unpack(c.index) or 0)}
+    takers = [c for c in segments.candidates if freed & set(facts.held_inputs(*c.members[0].calls))]
+    assert len(takers) > 2 * len(layers)
+    assert not freed & segments.shared

@@ -27,11 +27,11 @@ class Edge:
     Attributes:
         candidate: Which candidate it makes a region.
         stop: Position that it reaches.
-        forward: Memory that each option demands in forward if nothing is freed before, bytes.
-        backward: The same in backward, its recompute included.
+        forward: For each store set, memory that each option demands in forward if nothing is freed before, bytes, less
+            what of the set is born by then.
+        backward: The same in backward, its recompute included; no set matters there.
         saved: Bytes that each option frees; negative if it holds more than the plain step.
         cost: Cost of each option.
-        stuck: For each store set, bytes that each option does not free inside a nest that stores the set.
         ready: For each option, cost of all that forward runs before a nest around may stop because of it.
     """
 
@@ -41,7 +41,6 @@ class Edge:
     backward: Bytes
     saved: Bytes
     cost: Costs
-    stuck: Bytes
     ready: Costs
 
 
@@ -53,22 +52,20 @@ class NestEdge:
         number: -1 - n for the n-th nest.
         stores: Which store set.
         stop: Position that it reaches.
-        forward: Memory that its first run demands, bytes.
+        forward: For each store set, memory that its first run demands, less what of the set is born by then, bytes.
         saved: Bytes that it frees.
-        held: Bytes that it holds until its recompute although the plain step frees them.
+        held: Bytes of arguments that it holds until its recompute although the plain step frees them.
         cost: Cost of running it again, without what is recomputed inside.
-        stuck: For each store set, bytes that it does not free inside a nest that stores the set.
         ready: Cost of all that forward runs before a nest around may stop because of it.
     """
 
     number: int
     stores: int
     stop: int
-    forward: int
+    forward: Bytes
     saved: int
     held: int
     cost: float
-    stuck: Bytes
     ready: float
 
 
@@ -76,11 +73,15 @@ class NestEdge:
 class Chain:
     """The problem, by position.
 
+    While a nest runs again, what it stores is alive until the program has let go of it, as in forward: what forward
+    demands inside is more by what is yet to come of its store set, and what backward demands is no more.
+
     Attributes:
         edges: Candidates that start at each position.
         nests: Nests that start at each position.
-        forward: What the plain step demands from each position to the next in forward, bytes.
-        backward: The same in backward.
+        forward: For each store set, what the plain step demands from each position to the next in forward, less what
+            of the set is born by then, bytes. The first set is empty.
+        backward: The same in backward; no set matters there.
         shift: How much more is alive when backward reaches a position than when forward did, in the plain step.
         required: What the turn from forward to backward demands.
         stored: For each store set, its bytes that are born before each position.
@@ -108,7 +109,7 @@ class Chain:
     @property
     def last(self) -> int:
         """The last position."""
-        return len(self.forward)
+        return len(self.forward[0])
 
     def highest(self) -> int:
         """Memory with which nothing is demanded in vain."""
@@ -128,10 +129,9 @@ class Ways:
         stop: Position reached.
         number: Candidate, or -1 - nest; for the plain step `PLAIN`.
         option: Option of the candidate, or store set of the nest.
-        forward: Memory demanded in forward, bytes.
+        forward: For each store set, memory demanded in forward, bytes.
         backward: Memory demanded in backward; 0 for nests.
         saved: Bytes freed.
-        stuck: Bytes not freed inside nests, by store set.
         held: Bytes that a nest holds.
         cost: Cost, of nests without what is inside.
         ready: For regions, cost of all that forward runs before a nest around may stop because of them.
@@ -151,11 +151,10 @@ class Ways:
         "saved",
         "start",
         "stop",
-        "stuck",
     )
 
     def __init__(self, chain: Chain) -> None:
-        num, num_sets = chain.last, len(chain.stored)
+        num = chain.last
         edges = [(start, edge) for start in range(num) for edge in chain.edges[start]]
         nests = [(start, nest) for start in range(num) for nest in chain.nests[start]]
         sizes = [len(edge.cost) for _, edge in edges]
@@ -177,19 +176,14 @@ class Ways:
         self.number = column(np.full(num, PLAIN), repeated(numbers[0]), numbers[1])[order]
         options = [np.arange(size) for size in sizes]
         self.option = column(none, options, [nest.stores for _, nest in nests])[order]
-        self.forward = column(chain.forward, [e.forward for _, e in edges], [nest.forward for _, nest in nests])[order]
+        of_nests = (nest.forward[:, None] for _, nest in nests)
+        self.forward = np.concatenate([chain.forward, *(e.forward for _, e in edges), *of_nests], axis=1)[:, order]
         self.backward = column(chain.backward, [e.backward for _, e in edges], [0] * len(nests))[order]
         self.saved = column(none, [e.saved for _, e in edges], [nest.saved for _, nest in nests])[order]
         self.held = column(none, repeated([0] * len(edges)), [nest.held for _, nest in nests])[order]
         self.cost = column(np.zeros(num), [e.cost for _, e in edges], [nest.cost for _, nest in nests])[order]
         never = np.full(num, -np.inf)
         self.ready = column(never, [e.ready for _, e in edges], [nest.ready for _, nest in nests])[order]
-        stuck = [
-            np.zeros((num_sets, num), np.int64),
-            *(e.stuck for _, e in edges),
-            *(n.stuck[:, None] for _, n in nests),
-        ]
-        self.stuck = np.concatenate(stuck, axis=1)[:, order]
         self.nests = np.flatnonzero((self.number < 0) & (self.number != PLAIN))
 
 

@@ -9,7 +9,7 @@ one price of a byte, from a price at which all that is costly to make is stored,
 first set is empty.
 
 Known limits: in the nest's first run what several of its calls saved is not counted as dropped before the last of
-these has ended; what it stores counts as alive throughout its recompute.
+these has ended; inside another nest, what that one stores of a call counts as alive until the call has ended.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class _Stack:
         highest: For each set, live bytes at most while each call and what follows it runs, with what it alone saved
             dropped as soon as it can be.
         extra: For each set, bytes that each call and those before it store although the plain step frees them.
+        ready: For each set, its bytes that are born before each call.
     """
 
     calls: Calls
@@ -123,6 +124,7 @@ class _Stack:
     is_stored: npt.NDArray[np.bool_]
     highest: Bytes
     extra: Bytes
+    ready: Bytes
 
     def spans(self, first: int, stores: int) -> _Spans:
         """What spans from a call to each later one do, if all that is saved in them is dropped but for a set."""
@@ -135,9 +137,9 @@ class _Stack:
         freed, gone = up_to(last, num_bytes), up_to(self.gone[inside] - first, num_bytes)
         extra = self.extra[stores, first + 1 :] - self.extra[stores, first]
         forward = self.highest[stores, first:] - np.concatenate([[0], gone[:-1]]) + extra
-        stuck = np.array([up_to(last, stored * num_bytes) for stored in self.is_stored[:, inside]])
         born = np.bincount(self.born[self.is_stored[stores]], minlength=len(self.calls))[first:]
-        return _Spans(np.maximum.accumulate(forward), freed, extra, stuck, np.cumsum(born))
+        forward = np.maximum.accumulate(forward - self.ready[:, first:], axis=1)
+        return _Spans(forward, freed, extra, np.cumsum(born))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +147,15 @@ class _Spans:
     """Spans of a row's calls from one to each later one, by their last call.
 
     Attributes:
-        forward: Memory that the first run demands, without arguments, bytes.
+        forward: For each set, memory that the first run demands, without arguments, less what of it is born by then.
         freed: Bytes freed once the last call has ended.
         extra: Bytes stored although the plain step frees them.
-        stuck: For each set, bytes in it that are dropped with another.
         num_stored: How many storages of the set are born inside.
     """
 
     forward: Bytes
     freed: Bytes
     extra: Bytes
-    stuck: Bytes
     num_stored: Bytes
 
 
@@ -167,7 +167,8 @@ class NestDemands:
         segments: Its candidates.
         sets: What nests may store.
         op_cost: Cost of each op.
-        during: Live bytes of the plain step while each op runs.
+        bytes_of: Live bytes of the plain step while each op runs; for each micro-step and store set, its bytes that are
+            born before each clock.
         region_cost: What a region costs beyond the ops that it runs again.
     """
 
@@ -177,14 +178,14 @@ class NestDemands:
         segments: Segments,
         sets: StoreSets,
         op_cost: Sequence[float],
-        during: Bytes,
+        bytes_of: tuple[Bytes, Sequence[Bytes]],
         region_cost: RegionCost | None = None,
     ) -> None:
         self._facts = facts
         self._segments = segments
         self._sets = sets
         self._op_cost = op_cost
-        self._during = during
+        self._during, self._born = bytes_of
         self._region_cost = region_cost
         self._takers: dict[int, list[int]] = defaultdict(list)
         replaced = {module for found in segments.rows.modules.values() for module, _ in found}
@@ -213,19 +214,19 @@ class NestDemands:
             spans, at = [self._spans_from(stack, first, stores) for stack in stacks], last - first
             if stores and not any(span.num_stored[at] for span in spans):
                 continue
-            forward = [int(span.forward[at]) + kept_alive for span, kept_alive in zip(spans, held, strict=True)]
-            holds = [kept_alive + int(span.extra[at]) for span, kept_alive in zip(spans, held, strict=True)]
-            saved = [int(span.freed[at]) - holding for span, holding in zip(spans, holds, strict=True)]
+            forward = [span.forward[:, at] + kept_alive for span, kept_alive in zip(spans, held, strict=True)]
+            saved = [
+                int(span.freed[at] - span.extra[at]) - kept_alive for span, kept_alive in zip(spans, held, strict=True)
+            ]
             full = sum([self._cost(call, stores)[0] for call in nest.members[0][:-1]])
             yield NestEdge(
                 number=-1 - number,
                 stores=stores,
                 stop=nest.stop,
-                forward=max(forward),
+                forward=np.max(forward, axis=0),
                 saved=min(saved),
-                held=max(holds),
+                held=max(held),
                 cost=(full + self._cost(nest.members[0][-1], stores)[1]) * len(nest.members),
-                stuck=np.max([span.stuck[:, at] for span in spans], axis=0),
                 ready=ready[stores > 0],
             )
 
@@ -245,10 +246,10 @@ class NestDemands:
     def _stack(self, calls: Calls) -> _Stack:
         if calls not in self._stacks:
             step = self._facts.graph.calls[calls[0]].micro_step
-            self._stacks[calls] = self._make_stack(calls, self._sets[step])
+            self._stacks[calls] = self._make_stack(calls, self._sets[step], self._born[step])
         return self._stacks[calls]
 
-    def _make_stack(self, calls: Calls, sets: Sequence[frozenset[int]]) -> _Stack:
+    def _make_stack(self, calls: Calls, sets: Sequence[frozenset[int]], ready: Bytes) -> _Stack:
         facts, graph = self._facts, self._facts.graph
         place = {inner: position for position, call in enumerate(calls) for inner in graph.subtree(call)}
         bounds = [*(graph.calls[c].start for c in calls), graph.calls[calls[-1]].end]
@@ -274,7 +275,8 @@ class NestDemands:
                 for p, (a, b) in enumerate(pairwise(bounds))
             ]
         )
-        return _Stack(calls, born, lasts, gone, sizes, is_stored, highest.T, np.cumsum(extra, axis=1))
+        sums = np.cumsum(extra, axis=1)
+        return _Stack(calls, born, lasts, gone, sizes, is_stored, highest.T, sums, ready[:, bounds[:-1]])
 
     def _highest(self, start: int, stop: int, dropped: Bytes) -> int:
         """Live bytes at most between two clocks, with storages dropped when only autograd would hold them."""

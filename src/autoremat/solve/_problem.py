@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -185,6 +186,18 @@ class _Demands:
         self.clocks = segments.clocks
         self.turns = [self._backward_clocks(step) for step in range(len(segments.clocks))]
         self.during, self.between = self._with_shared_inputs()
+        self.born = [self._born(found) for found in sets]
+        """For each micro-step: by store set, its bytes that are born before each clock."""
+        self.asked = [self.during - born[:, 1:] for born in self.born]
+        """The same of live bytes while each op runs, less what of the set is born by then."""
+
+    def _born(self, sets: Sequence[frozenset[int]]) -> Bytes:
+        storages = self.facts.graph.storages
+        sizes = np.zeros((len(sets), len(self.facts.graph.ops) + 1), np.int64)
+        for row, stored in zip(sizes, sets, strict=True):
+            for s in stored:
+                row[storages[s].born + 1] += storages[s].num_bytes
+        return np.cumsum(sizes, axis=1)
 
     def _backward_clocks(self, step: int) -> list[int]:
         """When backward first reads something saved before each position: what lies before is then still to come."""
@@ -224,12 +237,12 @@ class _Demands:
         for number, candidate in enumerate(self.segments.candidates):
             begun = sums[self.facts.graph.calls[candidate.members[0].calls[-1]].start]
             edges[candidate.start].append(self._edge(number, candidate, work, begun))
-        demands = NestDemands(self.facts, self.segments, self.sets, op_cost, self.during, region_cost)
+        demands = NestDemands(self.facts, self.segments, self.sets, op_cost, (self.during, self.born), region_cost)
         for number, nest in enumerate(self.segments.nests):
             begun = sums[self.facts.graph.calls[nest.members[0][-1]].start]
             nests[nest.start].extend(demands.edges(number, nest, ready=(begun, work[nest.stop])))
         steps = list(zip(self.clocks, self.turns, strict=True))
-        forward = [max(self._highest(c[p], c[p + 1]) for c, _ in steps) for p in range(num - 1)]
+        forward = np.array([self._highest_of_sets(step) for step in range(len(steps))]).max(axis=0)
         backward = [max(self._highest(t[p + 1], t[p]) for _, t in steps) for p in range(num - 1)]
         tail, reach = work.copy(), np.full(num, num)
         for nest in self.segments.nests:
@@ -241,26 +254,21 @@ class _Demands:
         return Chain(
             edges=tuple(map(tuple, edges)),
             nests=tuple(map(tuple, nests)),
-            forward=np.array(forward, np.int64),
+            forward=forward,
             backward=np.array(backward, np.int64),
             shift=np.array(shift, np.int64),
             required=max(self._highest(c[-1], t[-1] + 1) for c, t in steps),
-            stored=np.array([self._stored(found) for found in zip(*self.sets, strict=True)]),
+            stored=np.max([born[:, clocks] for born, clocks in zip(self.born, self.clocks, strict=True)], axis=0),
             work=work,
             tail=tail,
             reach=reach,
         )
 
-    def _stored(self, sets: Sequence[frozenset[int]]) -> Bytes:
-        """Bytes of a store set born before each position; what the plain step frees early counts with its nests."""
-        graph, found = self.facts.graph, []
-        for clocks, (_, end), stored in zip(self.clocks, self.facts.spans, sets, strict=True):
-            turn = min((r.unpacked for r in graph.saved if r.unpacked and clocks[0] <= r.packed <= end), default=end)
-            born = sorted((graph.storages[s].born, s) for s in stored if self.facts.deaths[s] >= turn)
-            sums = np.cumsum([0, *(graph.storages[s].num_bytes for _, s in born)])
-            found.append(sums[np.searchsorted([clock for clock, _ in born], clocks)])
-        most: Bytes = np.max(found, axis=0)
-        return most
+    def _highest_of_sets(self, step: int) -> Bytes:
+        """What the plain step demands in forward from each position to the next, by store set."""
+        clocks, asked = self.clocks[step], self.asked[step]
+        found = [asked[:, a:b].max(axis=1) if a < b else self.born[step][:, a] * -1 for a, b in pairwise(clocks)]
+        return np.array(found, np.int64).reshape(len(found), len(asked)).T
 
     def _highest(self, start: int, stop: int) -> int:
         return int(self.during[start:stop].max(initial=0))
@@ -269,7 +277,7 @@ class _Demands:
         parts = []
         for step, member in enumerate(candidate.members):
             parts.append(self._member(candidate, member, step, self.options[number]))
-        forward, backward, saved, stuck = (np.array(part) for part in zip(*parts, strict=True))
+        forward, backward, saved = (np.array(part) for part in zip(*parts, strict=True))
         cost = np.array([option.weight for option in self.options[number]]) * len(candidate.members)
         return Edge(
             candidate=number,
@@ -278,7 +286,6 @@ class _Demands:
             backward=backward.max(axis=0),
             saved=saved.min(axis=0),
             cost=cost,
-            stuck=stuck.max(axis=0),
             ready=np.where([option.selective for option in self.options[number]], work[candidate.stop], begun),
         )
 
@@ -290,23 +297,15 @@ class _Demands:
 
     def _member(
         self, candidate: Candidate, member: Inner, step: int, options: Sequence[Option]
-    ) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    ) -> tuple[Bytes, Bytes, Bytes]:
         held = self._held_inputs(member)
         changes = np.array([option.forward for option in options])
-        forward = (self.during[member.start : member.end] + changes).max(axis=1, initial=0) + held
+        asked = self.asked[step][:, member.start : member.end]
+        forward = np.array([(some + changes).max(axis=1) for some in asked]) + held
         freed = np.array([option.freed_bytes for option in options]) - held
         recompute = self.between[member.at] - freed + np.array([option.recompute_bytes for option in options])
         # What runs before its recompute, and after what lies behind it, finds it dropped.
         early = self._highest(self.turns[step][candidate.stop], member.at) - freed
         backward = np.maximum(np.maximum(recompute, early), self._highest(member.at, self.turns[step][candidate.start]))
         saved = np.array([option.saved_bytes for option in options], np.int64) - held
-        return forward, backward, saved, self._stuck(candidate.members[0], options)
-
-    def _stuck(self, inner: Inner, options: Sequence[Option]) -> Bytes:
-        """Bytes that options drop though a nest around stores them, for each store set: free once that is back."""
-        asked = [(stored & inner.needed) - inner.pinned for stored in self.sets[0]]
-        storages = sorted(frozenset[int]().union(*asked))
-        sizes = np.array([self.facts.graph.storages[s].num_bytes for s in storages], np.int64)
-        is_asked = np.array([[s in found for s in storages] for found in asked], np.int64)
-        is_dropped = np.array([[s not in option.kept for s in storages] for option in options], np.int64)
-        return (is_asked * sizes) @ is_dropped.T
+        return forward, backward, saved

@@ -16,7 +16,7 @@ matters; long stacks nest between at most `MAX_CUTS` places; a nest stores one o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -34,6 +34,8 @@ MAX_OPS = 300
 """Larger intervals are not solved as one region: their parts are."""
 MAX_CROSSING_OPS = 60
 """The same for spans that start in one module and stop in another, which are all different."""
+MIN_TAKERS = 3
+"""From how many modules on, one after the other, an argument of all of them counts as held throughout."""
 MAX_SPAN = 8
 MAX_SPANS = 400
 """Calls in a span whose stored outputs are chosen, and spans of one stack (shorter first); others are only nests."""
@@ -184,7 +186,8 @@ def _spans(facts: Facts, rows: Iterable[Row], total: int) -> list[Calls]:
                 if num_ops > (MAX_CROSSING_OPS if crosses else MAX_OPS):
                     continue
                 gain = gains[part] = _gain(facts, calls)
-                if length > 1 and gain > max(gains[part[1:]], gains[part[:-1]], MIN_SHARE * total):
+                shorter = gains.get(part[1:], 0), gains.get(part[:-1], 0)  # nothing known of one that is too large
+                if length > 1 and gain > max(*shorter, MIN_SHARE * total):
                     found[calls] = gain
     return sorted(found, key=lambda calls: (-found[calls], calls))
 
@@ -372,16 +375,26 @@ def _forward_end(facts: Facts, call: int) -> int:
 
 
 def _shared_inputs(facts: Facts, candidates: Sequence[Candidate]) -> frozenset[int]:
-    """Arguments that die early in the plain step and enter more than one candidate."""
-    last_end: dict[int, int] = {}
-    shared = set()
-    for member in (m for candidate in candidates for m in candidate.members):
+    """Arguments that die early in the plain step and enter several modules one after the other.
+
+    A bias that each layer gets counts as held throughout. What few would hold counts with each of them: mostly one of
+    these is a region, or a larger one that makes it again.
+    """
+    takers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for member in (m for candidate in candidates for m in candidate.members if len(m.written) == 1):
         for s in facts.held_inputs(*member.calls):
             if facts.deaths[s] < member.at:
-                if last_end.get(s, member.end) <= member.start:
-                    shared.add(s)
-                last_end[s] = min(last_end.get(s, member.end), member.end)
-    return frozenset(shared)
+                takers[s].append((member.start, member.end))
+    return frozenset(s for s, found in takers.items() if _num_outermost(found) >= MIN_TAKERS)
+
+
+def _num_outermost(intervals: Iterable[tuple[int, int]]) -> int:
+    """How many of some intervals, nested or disjoint, lie in no other."""
+    num, last = 0, -1
+    for start, end in sorted(intervals, key=lambda interval: (interval[0], -interval[1])):
+        if start >= last:
+            num, last = num + 1, end
+    return num
 
 
 def _kind(facts: Facts, inner: Inner) -> Hashable:

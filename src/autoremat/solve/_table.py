@@ -7,7 +7,7 @@ limits at once:
     V(p, m) = min over ways p -> q of cost + V(q, m + saved), where the demand of the way is at most m
 
 and a nest ``p -> q`` costs its own forward, plus the table of the part that ends at ``q``, whose forward happens at the
-moment of backward, with all that the nest stores alive from its start to its end.
+moment of backward, with what the nest stores alive until that has come to it.
 
 The tables of a part count memory from what it needs there, so those of equal stretches are equal: they are found by
 content, filled once and shared. Stretches of equal layers thus differ by length only.
@@ -51,7 +51,7 @@ class _Part:
         first: Position at which the longest of its nests starts.
         stores: Its store set; None for the whole step.
         row: Its row in the states of `Table`.
-        extra: What is alive besides in its forward, less what the nest stores before each position, bytes.
+        extra: What is alive besides in its forward, with all of the store set that is born before its end, bytes.
     """
 
     end: int
@@ -94,7 +94,9 @@ class Table:
         self._whole = _Part(chain.last, 0, None, len(self._parts), 0)
         self._row_of = {(part.end, part.stores): part.row for part in self._parts}
         self._state = np.zeros((len(self._parts) + 1, chain.last + 1), np.int64)
-        lowest = int(np.maximum(ways.forward, ways.backward)[: ways.first[1]].min()) if chain.last else chain.required
+        lowest = (
+            int(np.maximum(ways.forward[0], ways.backward)[: ways.first[1]].min()) if chain.last else chain.required
+        )
         self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
         self._rows = {stores: self._any_part(stores) for stores in (None, *range(len(chain.stored)))}
         self._values: list[Costs] = []
@@ -111,7 +113,7 @@ class Table:
         self._nothing = self._add(np.zeros(1), _ANY, _ANY)
         for part in (*self._parts, self._whole):
             self._fill(part)
-        self._level = int(chain.forward[0]) if chain.last else 0
+        self._level = int(chain.forward[0, 0]) if chain.last else 0
         self.smallest_limit = int(self._needs[self._state[-1, 0]]) + self._level
 
     def _part(self, key: tuple[int, int], first: int, row: int) -> _Part:
@@ -125,13 +127,11 @@ class Table:
 
         Memory counts from a level: what the plain step demands in forward of the part.
         """
-        chain, ways = self.chain, self._ways
-        level, saved = np.append(chain.forward, 0), ways.saved
-        if stores is not None:
-            level, saved = level - chain.stored[stores], saved - ways.stuck[stores]
+        chain, ways, number = self.chain, self._ways, stores or 0
+        level = np.append(chain.forward[number], 0)
         rows = np.empty((len(ways.stop), 6), np.int64)
-        rows[:, _DEMAND] = ways.forward - chain.forward[ways.start]
-        rows[:, _GAIN] = saved + level[ways.start] - level[ways.stop]
+        rows[:, _DEMAND] = ways.forward[number] - level[ways.start]
+        rows[:, _GAIN] = ways.saved + level[ways.start] - level[ways.stop]
         rows[:, _COST] = ways.cost.view(np.int64)
         rows[:, _LENGTH] = ways.stop - ways.start
         rows[:, _INSIDE] = _REGION
@@ -139,8 +139,7 @@ class Table:
         rows[:, _INNER_GAIN] = 0
         if len(ways.nests):
             start, inner = ways.start[ways.nests], ways.option[ways.nests]
-            inner_level = chain.forward[start] - chain.stored[inner, start]
-            inner_level += np.array([self._parts[row].extra for row in self._inner])
+            inner_level = chain.forward[inner, start] + np.array([self._parts[row].extra for row in self._inner])
             rows[ways.nests, _INNER_GAIN] = level[start] - inner_level - ways.held[ways.nests]
             rows[ways.nests, _INSIDE] = 0
         return rows, ways.backward - level[ways.start]

@@ -1,7 +1,6 @@
 """Plans next to a plan with nests: a nest, or a region inside one, that stores the outputs of one op more.
 
-The table knows few sets of outputs that nests may store, and counts what they store as alive until their backward ends
-(see `_nests`). The ledger knows better, so plans that the table cannot see are tried one by one.
+The table knows few sets of outputs that nests may store (see `_nests`); plans that it cannot see are tried one by one.
 """
 
 from __future__ import annotations
