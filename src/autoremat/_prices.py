@@ -168,10 +168,11 @@ class Prices:
 
     def work(self, spec: RegionSpec) -> Replay:
         """What recompute of a region does."""
-        if spec not in self._works:
+        work = self._works.get(spec)
+        if work is None:
             first, move = self._alike.first(spec)
-            self._works[spec] = move.replay(self.work(first)) if move else replay(self._graph, spec)
-        return self._works[spec]
+            work = self._works[spec] = move.replay(self.work(first)) if move else replay(self._graph, spec)
+        return work
 
     def recomputed(self, specs: Iterable[RegionSpec]) -> list[int]:
         """Ops that run again, in order."""

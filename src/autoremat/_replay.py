@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -43,6 +43,15 @@ class RegionSpec:
     then: tuple[int, ...] = ()
     children: tuple[RegionSpec, ...] = ()
     is_whole: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Known from the start: nests, with all that is in them, are looked up all the time."""
+
+    def __post_init__(self) -> None:
+        parts = self.call, self.kept, self.then, self.children, self.is_whole
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -84,21 +93,25 @@ class Replay:
 class Extent:
     """The ops of a region: those of its calls, without what runs between them."""
 
-    __slots__ = ("_calls", "_end", "_graph", "_start", "_starts", "_stops", "ranges")
+    __slots__ = ("_calls", "_end", "_graph", "_start", "_starts", "_stops")
 
     def __init__(self, graph: StepGraph, calls: Iterable[int]) -> None:
         self._graph, self._calls = graph, tuple(calls)
-        spans = [graph.calls[call] for call in self._calls]
-        self.ranges = [range(span.start, span.end) for span in spans]
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        for ops in self.ranges:
-            if self._stops and self._stops[-1] == ops.start:
-                self._stops[-1] = ops.stop  # one stretch with the call before
+        first, *rest = [graph.calls[call] for call in self._calls]
+        self._starts, self._stops = [first.start], [first.end]
+        for call in rest:
+            if self._stops[-1] == call.start:
+                self._stops[-1] = call.end  # one stretch with the call before
             else:
-                self._starts.append(ops.start)
-                self._stops.append(ops.stop)
+                self._starts.append(call.start)
+                self._stops.append(call.end)
         self._start, self._end = self._starts[0], self._stops[-1]
+
+    @property
+    def ranges(self) -> list[range]:
+        """The ops of each call."""
+        calls = [self._graph.calls[call] for call in self._calls]
+        return [range(call.start, call.end) for call in calls]
 
     @property
     def has_gaps(self) -> bool:
@@ -125,8 +138,8 @@ class Extent:
 
     def indices(self, stop: int | None = None) -> Iterator[int]:
         """Indices of its ops, up to a clock."""
-        for ops in self.ranges:
-            yield from range(ops.start, ops.stop if stop is None else min(ops.stop, stop))
+        for start, end in zip(self._starts, self._stops, strict=True):
+            yield from range(start, end if stop is None else min(end, stop))
 
 
 def saved_in(graph: StepGraph, *calls: int) -> list[SavedTensor]:
