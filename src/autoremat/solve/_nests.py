@@ -18,7 +18,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import reduce
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -139,7 +140,7 @@ class _Stack:
         forward = self.highest[stores, first:] - np.concatenate([[0], gone[:-1]]) + extra
         born = np.bincount(self.born[self.is_stored[stores]], minlength=len(self.calls))[first:]
         forward = np.maximum.accumulate(forward - self.ready[:, first:], axis=1)
-        return _Spans(forward, freed, extra, np.cumsum(born))
+        return _Spans(forward, (freed - extra).tolist(), np.cumsum(born).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +149,13 @@ class _Spans:
 
     Attributes:
         forward: For each set, memory that the first run demands, without arguments, less what of it is born by then.
-        freed: Bytes freed once the last call has ended.
-        extra: Bytes stored although the plain step frees them.
+        saved: Bytes freed once the last call has ended, less those stored although the plain step frees them.
         num_stored: How many storages of the set are born inside.
     """
 
     forward: Bytes
-    freed: Bytes
-    extra: Bytes
-    num_stored: Bytes
+    saved: list[int]
+    num_stored: list[int]
 
 
 class NestDemands:
@@ -194,6 +193,7 @@ class NestDemands:
                 self._takers[s].append(call.index)
         self._stacks: dict[Calls, _Stack] = {}
         self._spans: dict[tuple[Calls, int, int], _Spans] = {}
+        self._sums: dict[tuple[Calls, int, int], list[float]] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
         self._known: dict[Hashable, tuple[float, float]] = {}
         single = (c for c in segments.candidates if len(c.members[0].calls) == 1)
@@ -215,15 +215,13 @@ class NestDemands:
             if stores and not any(span.num_stored[at] for span in spans):
                 continue
             forward = [span.forward[:, at] + kept_alive for span, kept_alive in zip(spans, held, strict=True)]
-            saved = [
-                int(span.freed[at] - span.extra[at]) - kept_alive for span, kept_alive in zip(spans, held, strict=True)
-            ]
-            full = sum([self._cost(call, stores)[0] for call in nest.members[0][:-1]])
+            saved = [span.saved[at] - kept_alive for span, kept_alive in zip(spans, held, strict=True)]
+            full = self._sums_from(stacks[0].calls, first, stores)[at] if at else 0.0
             yield NestEdge(
                 number=-1 - number,
                 stores=stores,
                 stop=nest.stop,
-                forward=np.max(forward, axis=0),
+                forward=reduce(np.maximum, forward),
                 saved=min(saved),
                 held=max(held),
                 cost=(full + self._cost(nest.members[0][-1], stores)[1]) * len(nest.members),
@@ -235,6 +233,13 @@ class NestDemands:
         if key not in self._spans:
             self._spans[key] = stack.spans(first, stores)
         return self._spans[key]
+
+    def _sums_from(self, calls: Calls, first: int, stores: int) -> list[float]:
+        """Cost of running the calls of a row from one to just before each later one."""
+        key = calls, first, stores
+        if key not in self._sums:
+            self._sums[key] = [0.0, *accumulate([self._cost(call, stores)[0] for call in calls[first:]])]
+        return self._sums[key]
 
     def _held_bytes(self, calls: Calls) -> int:
         """Bytes of arguments that only the nest keeps alive."""

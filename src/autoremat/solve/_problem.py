@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from autoremat._replay import Extent, RegionSpec, Replay, replay
 from autoremat.solve._chain import Chain, Costs, Edge, NestEdge
@@ -169,6 +171,24 @@ def _moved(facts: Facts, source: Inner, options: tuple[Option, ...], target: Inn
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What the options of equal candidates have in common, each as a column (see `Option`)."""
+
+    weight: Costs
+    saved: Bytes
+    recompute: Bytes
+    freed: Bytes
+    forward: Bytes
+    selective: npt.NDArray[np.bool_]
+
+    @staticmethod
+    def of(options: Sequence[Option]) -> _Columns:
+        """Those of these options."""
+        rows = [(o.weight, o.saved_bytes, o.recompute_bytes, o.freed_bytes, o.forward, o.selective) for o in options]
+        return _Columns(*map(np.array, zip(*rows, strict=True)))
+
+
 class _Demands:
     """Computes what edges and positions demand, the highest over all micro-steps."""
 
@@ -181,7 +201,8 @@ class _Demands:
     ) -> None:
         self.facts = facts
         self.segments = segments
-        self.options = options
+        kinds = {c.kind: found for c, found in zip(segments.candidates, options, strict=True)}
+        self.options = {kind: _Columns.of(found) for kind, found in kinds.items()}
         self.sets = sets
         self.clocks = segments.clocks
         self.turns = [self._backward_clocks(step) for step in range(len(segments.clocks))]
@@ -274,19 +295,17 @@ class _Demands:
         return int(self.during[start:stop].max(initial=0))
 
     def _edge(self, number: int, candidate: Candidate, work: Costs, begun: float) -> Edge:
-        parts = []
-        for step, member in enumerate(candidate.members):
-            parts.append(self._member(candidate, member, step, self.options[number]))
-        forward, backward, saved = (np.array(part) for part in zip(*parts, strict=True))
-        cost = np.array([option.weight for option in self.options[number]]) * len(candidate.members)
+        options = self.options[candidate.kind]
+        parts = [self._member(candidate, member, step, options) for step, member in enumerate(candidate.members)]
+        forward, backward, saved = zip(*parts, strict=True)
         return Edge(
             candidate=number,
             stop=candidate.stop,
-            forward=forward.max(axis=0),
-            backward=backward.max(axis=0),
-            saved=saved.min(axis=0),
-            cost=cost,
-            ready=np.where([option.selective for option in self.options[number]], work[candidate.stop], begun),
+            forward=reduce(np.maximum, forward),
+            backward=reduce(np.maximum, backward),
+            saved=reduce(np.minimum, saved),
+            cost=options.weight * len(candidate.members),
+            ready=np.where(options.selective, work[candidate.stop], begun),
         )
 
     def _held_inputs(self, member: Inner) -> int:
@@ -295,17 +314,13 @@ class _Demands:
         inputs = set(self.facts.held_inputs(*member.calls)) - self.segments.shared
         return sum(graph.storages[s].num_bytes for s in inputs if self.facts.deaths[s] < member.at)
 
-    def _member(
-        self, candidate: Candidate, member: Inner, step: int, options: Sequence[Option]
-    ) -> tuple[Bytes, Bytes, Bytes]:
+    def _member(self, candidate: Candidate, member: Inner, step: int, options: _Columns) -> tuple[Bytes, Bytes, Bytes]:
         held = self._held_inputs(member)
-        changes = np.array([option.forward for option in options])
-        asked = self.asked[step][:, member.start : member.end]
-        forward = np.array([(some + changes).max(axis=1) for some in asked]) + held
-        freed = np.array([option.freed_bytes for option in options]) - held
-        recompute = self.between[member.at] - freed + np.array([option.recompute_bytes for option in options])
+        asked = self.asked[step][:, None, member.start : member.end]
+        forward = (asked + options.forward).max(axis=2) + held
+        freed = options.freed - held
+        recompute = self.between[member.at] - freed + options.recompute
         # What runs before its recompute, and after what lies behind it, finds it dropped.
         early = self._highest(self.turns[step][candidate.stop], member.at) - freed
         backward = np.maximum(np.maximum(recompute, early), self._highest(member.at, self.turns[step][candidate.start]))
-        saved = np.array([option.saved_bytes for option in options], np.int64) - held
-        return forward, backward, saved
+        return forward, backward, options.saved - held
