@@ -105,6 +105,7 @@ class _Stack:
     """Sums over the calls of a row in one micro-step.
 
     Attributes:
+        number: Its number among the rows.
         calls: The calls, in order.
         born: Position of the call in which each droppable storage is born.
         last: Position of the last call that saved it or took it as an argument.
@@ -117,6 +118,7 @@ class _Stack:
         ready: For each set, its bytes that are born before each call.
     """
 
+    number: int
     calls: Calls
     born: Bytes
     last: Bytes
@@ -192,8 +194,8 @@ class NestDemands:
             for s in call.inputs if call.index not in replaced else ():
                 self._takers[s].append(call.index)
         self._stacks: dict[Calls, _Stack] = {}
-        self._spans: dict[tuple[Calls, int, int], _Spans] = {}
-        self._sums: dict[tuple[Calls, int, int], list[float]] = {}
+        self._spans: dict[tuple[int, int, int], _Spans] = {}
+        self._sums: dict[tuple[int, int, int], list[float]] = {}
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
         self._known: dict[Hashable, tuple[float, float]] = {}
         single = (c for c in segments.candidates if len(c.members[0].calls) == 1)
@@ -216,7 +218,7 @@ class NestDemands:
                 continue
             forward = [span.forward[:, at] + kept_alive for span, kept_alive in zip(spans, held, strict=True)]
             saved = [span.saved[at] - kept_alive for span, kept_alive in zip(spans, held, strict=True)]
-            full = self._sums_from(stacks[0].calls, first, stores)[at] if at else 0.0
+            full = self._sums_from(stacks[0], first, stores)[at] if at else 0.0
             yield NestEdge(
                 number=-1 - number,
                 stores=stores,
@@ -229,16 +231,16 @@ class NestDemands:
             )
 
     def _spans_from(self, stack: _Stack, first: int, stores: int) -> _Spans:
-        key = stack.calls, first, stores
+        key = stack.number, first, stores
         if key not in self._spans:
             self._spans[key] = stack.spans(first, stores)
         return self._spans[key]
 
-    def _sums_from(self, calls: Calls, first: int, stores: int) -> list[float]:
+    def _sums_from(self, stack: _Stack, first: int, stores: int) -> list[float]:
         """Cost of running the calls of a row from one to just before each later one."""
-        key = calls, first, stores
+        key = stack.number, first, stores
         if key not in self._sums:
-            self._sums[key] = [0.0, *accumulate([self._cost(call, stores)[0] for call in calls[first:]])]
+            self._sums[key] = [0.0, *accumulate([self._cost(call, stores)[0] for call in stack.calls[first:]])]
         return self._sums[key]
 
     def _held_bytes(self, calls: Calls) -> int:
@@ -281,7 +283,9 @@ class NestDemands:
             ]
         )
         sums = np.cumsum(extra, axis=1)
-        return _Stack(calls, born, lasts, gone, sizes, is_stored, highest.T, sums, ready[:, bounds[:-1]])
+        return _Stack(
+            len(self._stacks), calls, born, lasts, gone, sizes, is_stored, highest.T, sums, ready[:, bounds[:-1]]
+        )
 
     def _highest(self, start: int, stop: int, dropped: Bytes) -> int:
         """Live bytes at most between two clocks, with storages dropped when only autograd would hold them."""

@@ -8,6 +8,7 @@ an estimate, and the ledger has the last word.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -270,7 +271,7 @@ class _Demands:
             saved = next(filter(None, map(self.facts.saved_in, reversed(nest.members[0]))), None)
             if saved:
                 packed, behind = max((r.packed, self.facts.graph.calls[r.call].end) for r in saved)
-                tail[nest.stop], reach[nest.stop] = sums[packed], np.searchsorted(self.clocks[0], behind)
+                tail[nest.stop], reach[nest.stop] = sums[packed], bisect_left(self.clocks[0], behind)
         shift = [max(int(self.between[t[p]] - self.between[c[p]]) for c, t in steps) for p in range(num)]
         return Chain(
             edges=tuple(map(tuple, edges)),
