@@ -246,20 +246,22 @@ class Table:
             values, at = self._values[plain], (need + plain_gain - self._limits[plain][0]) // width
             return self._add(_from_slot(values, at, num_slots), need, top, (rows, behind))
         best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
-        rising = best[::-1]
+        search, all_values, limits = best[::-1].searchsorted, self._values, self._limits
         better = -1, 0, 0, 0.0
         for demand, _, least, cost, gain, state, inside, inner_gain in moves:
-            first, ahead = -((need - demand) // width), (need + gain - self._limits[state][0]) // width
+            first, ahead = -((need - demand) // width), (need + gain - limits[state][0]) // width
             if state == better[0] and first >= better[1] and ahead <= better[2] and cost >= better[3]:
                 continue
             # Costs fall from slot to slot: nothing is gained where the least is not more than what is left at the end.
-            end = num_slots - int(rising.searchsorted(least, "right"))
+            end = num_slots - int(search(least, "right"))
             if first >= end:
                 continue
-            sums = _plus(self._values[state], first + ahead, cost, scratch[: end - first])
+            at, values = first + ahead, all_values[state]
+            values = values[at : at + end - first] if at < len(values) else values[-1:]
+            sums = np.add(values, cost, out=scratch[: len(values)])
             if inside >= 0:
-                at = first + (need + inner_gain - self._limits[inside][0]) // width
-                sums = _plus(self._values[inside], at, sums, scratch[: end - first])
+                at = first + (need + inner_gain - limits[inside][0]) // width
+                sums = _plus(_from_slot(all_values[inside], at, end - first), sums, scratch[: end - first])
             else:
                 better = state, first, ahead, cost
             stop = first + len(sums)
@@ -322,13 +324,9 @@ def _from_slot(values: Costs, at: int, num_slots: int) -> Costs:
     return values[at : at + num_slots] if at < len(values) else values[-1:]
 
 
-def _plus(values: Costs, at: int, others: Costs | float, sums: Costs) -> Costs:
-    """Add costs from a slot on to others, as far as there is room; the last of each stands for all that follow."""
-    values = _from_slot(values, at, len(sums))
-    if isinstance(others, float):
-        return np.add(values, others, out=sums[: len(values)])
-    both = min(len(values), len(others))
-    found = sums[: max(len(values), len(others))]
+def _plus(values: Costs, others: Costs, sums: Costs) -> Costs:
+    """Add costs, as far as there are any; the last of each stands for all that follow."""
+    both, found = min(len(values), len(others)), sums[: max(len(values), len(others))]
     if len(values) > both:
         np.add(values[both:], others[-1], out=found[both:])
     elif len(others) > both:
