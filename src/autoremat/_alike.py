@@ -97,11 +97,14 @@ class Alike:
         self._turns = [i for i in range(len(graph.ops)) if is_backward[i + 1] and not is_backward[i]]
         saved = [(r.packed, r.call, _NEVER if r.unpacked is None else r.unpacked, r.released) for r in graph.saved]
         self._saved = np.array(saved, np.int64).reshape(-1, 4).T
-        lives = [(s.born, s.last_ref, s.num_bytes, s.cause == "buffer") for s in graph.storages]
-        self._lives = np.array(lives, np.int64).reshape(-1, 4).T
         self._records: dict[int, list[SavedTensor]] = defaultdict(list)
+        last_saved = [_NEVER] * len(graph.storages)
         for record in graph.saved:
             self._records[record.storage].append(record)
+            last_saved[record.storage] = record.packed
+        lives = [(s.born, s.last_ref, s.num_bytes, s.cause == "buffer") for s in graph.storages]
+        rows = zip(lives, last_saved, strict=True)
+        self._lives = np.array([(*life, packed) for life, packed in rows], np.int64).reshape(-1, 5).T
         self._stretches: dict[tuple[int, ...], _Stretch | None] = {}
         self._kinds: dict[Hashable, int] = {}
         self._firsts: dict[Hashable, tuple[RegionSpec, _Stretch]] = {}
@@ -126,7 +129,7 @@ class Alike:
         start, end = graph.calls[calls[0]].start, graph.calls[calls[-1]].end
         turn = next(iter(self._turns[bisect_right(self._turns, start) :]), len(graph.ops) - 1)
         records = slice(*np.searchsorted(self._saved[0], (start, end + 1)).tolist())
-        packed, call, unpacked, released = self._saved[:, records]
+        packed, call, unpacked, _ = self._saved[:, records]
         is_inside = (call >= inside.start) & (call < inside.stop)
         read = unpacked[is_inside & (unpacked != _NEVER)]
         if not len(read):
@@ -140,11 +143,13 @@ class Alike:
 
         numbers: dict[int, int] = {}
         places = [numbers.setdefault(s, len(numbers)) for s in self._used_in(start, end, inside, records)]
-        born, last_ref, num_bytes, is_buffer = self._lives[:, list(numbers)]
+        born, last_ref, num_bytes, is_buffer, last_saved = self._lives[:, list(numbers)]
         is_made = (born >= start) & (born < end)
-        kept_for_others = np.array([self._kept_until(s, end) for s in numbers], np.int64)
-        lives = np.where(is_made, (born - start, free(last_ref), free(kept_for_others)), -1)
-        saved = packed - start, np.where(is_inside, call - inside.start, -1), free(unpacked), free(released)
+        kept_until = np.full(len(born), _NEVER)
+        for place in np.flatnonzero(is_made & (last_saved > end)).tolist():
+            kept_until[place] = self._kept_until(list(numbers)[place], end)
+        lives = np.where(is_made, (born - start, *free(np.stack((last_ref, kept_until)))), -1)
+        saved = packed - start, np.where(is_inside, call - inside.start, -1), *free(self._saved[2:, records])
         key = (
             tuple(self._op_kinds[start:end]),
             tuple(places),
@@ -163,10 +168,7 @@ class Alike:
 
     def _kept_until(self, storage: int, end: int) -> int:
         """When what was saved of a storage after a clock is let go of."""
-        records = self._records.get(storage)
-        if not records or records[-1].packed <= end:
-            return _NEVER
-        return max([record.released for record in records if record.packed > end])
+        return max([record.released for record in self._records[storage] if record.packed > end])
 
     def _call(self, index: int, inside: range, start: int, numbers: dict[int, int]) -> Hashable:
         call = self._graph.calls[index]

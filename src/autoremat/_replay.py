@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 from autoremat._plan import UNCOUNTED_OPS
@@ -277,11 +277,18 @@ def _wanted(graph: StepGraph, spec: RegionSpec, extent: Extent, saved: list[Save
     pairs = zip(spec.children, extents, strict=True)
     inside = sorted(((call, e) for child, e in pairs for call in child.calls), key=lambda pair: pair[0])
     first_calls = [call for call, _ in inside]
-    for record in saved:
-        position = bisect_right(first_calls, record.call) - 1
+
+    @cache
+    def around(call: int) -> Extent | None:
+        """The region inside that a module call is part of."""
+        position = bisect_right(first_calls, call) - 1
         inner = inside[position][1] if position >= 0 else None
+        return None if inner is None or inner.part_of_call(call) is None else inner
+
+    for record in saved:
+        inner = around(record.call)
         s, born = record.storage, storages[record.storage].born
-        if inner is None or inner.part_of_call(record.call) is None:
+        if inner is None:
             stop = max(stop, record.packed)
         elif born in inner:
             continue

@@ -99,6 +99,8 @@ class Table:
         )
         self.width = max(1, -(-(chain.highest() + 1 - lowest) // (num_slots - 1)))
         self._rows = {stores: self._any_part(stores) for stores in (None, *range(len(chain.stored)))}
+        self._room = np.empty((len(ways.stop), 6), np.int64)
+        """For the ways of the part at hand."""
         self._values: list[Costs] = []
         self._from: list[tuple[Bytes, Bytes] | None] = []
         """For each state: the ways on, and the states behind them."""
@@ -162,7 +164,7 @@ class Table:
         is_inside[int(ways.first[part.end - 1]) - some.start] = True
         chosen = some.start + np.flatnonzero(is_inside)
         any_rows, backward = self._rows[part.stores]
-        rows = any_rows[chosen]
+        rows = np.take(any_rows, chosen, axis=0, out=self._room[: len(chosen)], mode="clip")
         rows[:, _DEMAND] = np.maximum(rows[:, _DEMAND], backward[chosen] - part.extra)
         if part is not self._whole:
             rows[-1, _GAIN] = 0
@@ -201,7 +203,7 @@ class Table:
         """Take over states from the end of a part that ends alike; how many."""
         other, others = self._longest.get(part.stores, (part, rows[:0]))
         if len(rows) > len(others):
-            self._longest[part.stores] = part, rows
+            self._longest[part.stores] = part, rows.copy()
         most = min(len(rows), len(others))
         differs = np.flatnonzero((rows[len(rows) - most :] != others[len(others) - most :]).any(axis=1))
         first = len(rows) - most + int(differs[-1]) + 1 if len(differs) else len(rows) - most
