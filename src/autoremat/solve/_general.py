@@ -149,7 +149,7 @@ def _choices(problem: Problem) -> list[Choice]:
     most = max(2, MAX_COLUMNS // max(1, len(problem.options)))
     found: list[Choice] = []
     for candidate, options in zip(problem.segments.candidates, problem.options, strict=True):
-        chosen = options
+        chosen = tuple(options)
         if len(options) > most:
             chosen = tuple(options[round(p * (len(options) - 1) / (most - 1))] for p in range(most))
         first = candidate.members[0]

@@ -139,8 +139,8 @@ class Planner:
         self._problem = build_problem(self._facts, op_cost, region_cost, flat=flat)
         self._table = Table(self._problem.chain)
         self._general = General(self._problem) if branches(self._facts) else None
-        self._storable = storable(self._problem)
         self._is_small = len(graph.ops) <= MAX_REFINED_OPS
+        self._storable = storable(self._problem) if self._is_small else frozenset[int]()
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._costs: dict[RegionSpec, tuple[float, float]] = {}

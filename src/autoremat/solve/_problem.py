@@ -7,12 +7,14 @@ an estimate, and the ledger has the last word.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from autoremat.solve._nests import NestDemands, StoreSets, store_sets
 from autoremat.solve._options import Option, RegionCost, cost_around, enumerate_options
 from autoremat.solve._segments import Candidate, Segments, find_segments
 from autoremat.solve._table import Pick
-from autoremat.solve._units import Inner, moved, places
+from autoremat.solve._units import Inner, moved
 
 MAX_POINTS = 40
 """Limits on stored bytes tried for a candidate that holds much of the step."""
@@ -44,14 +46,14 @@ class Problem:
     Attributes:
         facts: The step.
         segments: Its candidates.
-        options: Options of each candidate (for its first member).
+        options: Options of each candidate (for its first member); those of equal candidates are made when asked for.
         sets: What nests may store.
         chain: The chain problem.
     """
 
     facts: Facts
     segments: Segments
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[Sequence[Option], ...]
     sets: StoreSets
     chain: Chain
 
@@ -138,12 +140,12 @@ def _weights(facts: Facts, op_cost: Sequence[float]) -> list[float]:
 
 def _all_options(
     facts: Facts, segments: Segments, op_cost: Sequence[float], region_cost: RegionCost | None
-) -> tuple[tuple[Option, ...], ...]:
+) -> tuple[Sequence[Option], ...]:
     """Options of each candidate; equal candidates are solved once and their options moved."""
     total = sum(facts.graph.storages[s].num_bytes for s in facts.records_of) or 1
     num_kinds = len({candidate.kind for candidate in segments.candidates})
     solved: dict[int, tuple[Inner, tuple[Option, ...]]] = {}
-    found: list[tuple[Option, ...]] = []
+    found: list[Sequence[Option]] = []
     for candidate in segments.candidates:
         inner = candidate.members[0]
         if candidate.kind not in solved:
@@ -154,22 +156,36 @@ def _all_options(
                 facts, inner, op_cost, max_points=points, is_exact=is_exact, region_cost=region_cost
             )
             solved[candidate.kind] = (inner, tuple(options))
-        found.append(_moved(facts, *solved[candidate.kind], inner))
+        source, known = solved[candidate.kind]
+        found.append(known if source is inner else _Moved(facts, source, known, inner))
     return tuple(found)
 
 
-def _moved(facts: Facts, source: Inner, options: tuple[Option, ...], target: Inner) -> tuple[Option, ...]:
-    """The same options of an equal candidate."""
-    if source is target:
-        return options
-    there = places(facts, source, target, frozenset[int]().union(*[option.kept for option in options]))
-    fields = [(option, frozenset([there[s] for s in option.kept])) for option in options]
-    return tuple(
-        [
-            Option(stored, o.cost, o.weight, o.saved_bytes, o.recompute_bytes, o.freed_bytes, o.forward, o.selective)
-            for o, stored in fields
-        ]
-    )
+class _Moved(Sequence[Option]):
+    """The options of an equal candidate.
+
+    Args:
+        facts: The step.
+        source: The one candidate.
+        options: Its options.
+        target: The other.
+    """
+
+    def __init__(self, facts: Facts, source: Inner, options: tuple[Option, ...], target: Inner) -> None:
+        self._facts, self._source, self._options, self._target = facts, source, options, target
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    @overload
+    def __getitem__(self, position: int) -> Option: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[Option]: ...
+    def __getitem__(self, position: int | slice) -> Option | Sequence[Option]:
+        if isinstance(position, slice):
+            return tuple(self[place] for place in range(*position.indices(len(self))))
+        option = self._options[position]
+        return dataclasses.replace(option, kept=moved(self._facts, self._source, self._target, option.kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +218,9 @@ class _Demands:
     ) -> None:
         self.facts = facts
         self.segments = segments
-        kinds = {c.kind: found for c, found in zip(segments.candidates, options, strict=True)}
+        kinds: dict[int, Sequence[Option]] = {}
+        for candidate, found in zip(segments.candidates, options, strict=True):
+            kinds.setdefault(candidate.kind, found)
         self.options = {kind: _Columns.of(found) for kind, found in kinds.items()}
         self.sets = sets
         self.clocks = segments.clocks

@@ -77,16 +77,11 @@ class Inner:
 
 def moved(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> frozenset[int]:
     """The same stored outputs in an equal interval."""
-    return frozenset(places(facts, source, target, kept).values())
-
-
-def places(facts: Facts, source: Inner, target: Inner, kept: Iterable[int]) -> dict[int, int]:
-    """The same by the stored outputs."""
     ops, shift = facts.graph.ops, target.start - source.start
     if not shift:
-        return {s: s for s in kept}
+        return frozenset(kept)
     births = [(s, facts.graph.storages[s].born) for s in kept]
-    return {s: ops[born + shift].outputs[ops[born].outputs.index(s)] for s, born in births}
+    return frozenset([ops[born + shift].outputs[ops[born].outputs.index(s)] for s, born in births])
 
 
 def build_units(facts: Facts, inner: Inner, op_cost: Sequence[float]) -> list[Unit]:
