@@ -205,7 +205,7 @@ class Table:
         if len(rows) > len(others):
             self._longest[part.stores] = part, rows.copy()
         most = min(len(rows), len(others))
-        differs = np.flatnonzero((rows[len(rows) - most :] != others[len(others) - most :]).any(axis=1))
+        differs = np.flatnonzero(rows[len(rows) - most :] != others[len(others) - most :]) // rows.shape[1]
         first = len(rows) - most + int(differs[-1]) + 1 if len(differs) else len(rows) - most
         done = int((rows[first:, _INSIDE] == _NO_REGION).sum())
         self._state[part.row, part.end - done : part.end] = self._state[other.row, other.end - done : other.end]
