@@ -272,7 +272,8 @@ def test_with_memory_for_everything_even_free_ops_are_not_dropped() -> None:
 
 
 def test_nests_store_what_the_ledger_shows_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table counts what a nest stores to the end of its backward; here only without that it fits."""
+    """The table knows few sets of outputs that nests may store; here another one fits."""
+    monkeypatch.setattr("autoremat.solve._nearby.MAX_TRIES", 0)
     layers: list[Recipe] = [(("norm", 0, 8),), (("linear", 0, 5),)] * 3
     graph = build_step(tuple((f"h.{i}", layer) for i, layer in enumerate(layers)))
     costs = [float(op.flops + op.moved_bytes) for op in graph.ops]

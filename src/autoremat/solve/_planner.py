@@ -4,9 +4,10 @@ All plans of a step are one binary tree of budgets between the smallest possible
 budget in the middle of a cell is solved for, priced by the ledger and corrected until the two agree (the peak that is
 promised is the ledger's); it is never dearer than the plan at the lower end of the cell, and one that is cheaper than
 the plan at the upper end is left out. Where the bound leaves room, in the upper levels of the tree, the exact program
-(`_general`) is asked as well if a step branches, and plans next to one with nests are tried (`_variants`). A plan
-depends on the cells around it alone, so more budget never costs more, the same budget gives the same plan, and both
-hold however many budgets were asked for before.
+(`_general`) is asked as well if a step branches, and plans next to one with nests are tried (`_variants`). In small
+steps plans around those of the table are priced beforehand (`_nearby`). A plan depends on the cells around it alone, so
+more budget never costs more, the same budget gives the same plan, and both hold however many budgets were asked for
+before.
 
 Known limits: those of `_segments` and `_chain`.
 """
@@ -27,6 +28,7 @@ from autoremat.solve._bounds import Bound
 from autoremat.solve._classic import CLASSIC_NAMES, block_stacks, classic_regions
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._general import General, branches
+from autoremat.solve._nearby import Nearby, explore
 from autoremat.solve._options import RegionCost
 from autoremat.solve._problem import FindWork, build_problem, costs_of
 from autoremat.solve._segments import is_possible
@@ -42,6 +44,8 @@ SLACK_SHARE = 0.002
 
 NUM_STEPS = 1024
 """Steps in which limits move when a plan is over its budget, in what plans can change."""
+NUM_SEEDS = 16
+"""For how many limits plans of a small step are looked around (see `_nearby`)."""
 NUM_TIGHTEST, TIGHTEST_STEPS = 6, 6
 """How many limits near the smallest are tried for the smallest peak, and how many steps apart."""
 DEPTH = 10
@@ -147,7 +151,8 @@ class Planner:
         self._nodes: dict[int, _Priced] = {}
         self.plain_bytes = self._priced(()).peak_bytes
         self._step = max(1, (self.plain_bytes - self._table.smallest_limit) // NUM_STEPS)
-        self._classics = self._price_classics()
+        self._others = self._price_classics()
+        """Plans that do not come from the table."""
         self._smallest = self._find_smallest()
         self._bound = Bound(self._facts, op_cost, self._smallest.peak_bytes, self.plain_bytes)
 
@@ -196,10 +201,20 @@ class Planner:
         for attempt in range(NUM_TIGHTEST):
             limit = self._table.smallest_limit + attempt * TIGHTEST_STEPS * self._step
             self._solve(limit)
+        if not self._flat and Nearby.is_for(self._problem):
+            self._others += self._explored()
         smallest = min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
         return self._refined(smallest, smallest.peak_bytes, lambda found: True)
 
     @no_garbage_collection()
+    def _explored(self) -> list[_Priced]:
+        """The best that lie near plans of the table for all budgets."""
+        low, width = self._table.smallest_limit, max(0, self.plain_bytes - self._table.smallest_limit)
+        for part in range(NUM_SEEDS):
+            self._solve(low + width * part // NUM_SEEDS)
+        near, scale = Nearby(self._problem, self._storable), (sum(self._op_cost) or 1.0, self.plain_bytes)
+        return explore(list(self._known.values()), near, self._rank_of, self._priced, scale=scale)
+
     def plan(self, budget_bytes: int) -> Solution:
         """The cheapest regions found for a budget.
 
@@ -270,7 +285,7 @@ class Planner:
         """The cheapest plan found for a budget inside a cell, between the costs at its ends."""
         if cell.upper.peak_bytes <= budget_bytes:
             return cell.upper
-        fitting = [p for p in self._classics if p.peak_bytes <= budget_bytes and p.rank >= cell.upper.rank]
+        fitting = [p for p in self._others if p.peak_bytes <= budget_bytes and p.rank >= cell.upper.rank]
         best = min([cell.lower, *fitting], key=lambda p: (p.rank, p.peak_bytes))
         slack = SLACK_SHARE * (self.plain_bytes - self._smallest.peak_bytes)
         limit, step, was_over = budget_bytes, self._step, False
