@@ -4,6 +4,9 @@ Stage ``t`` runs op ``t`` of the plain step; before it, ops of forward may run a
 does, ``S[t, s]`` that storage ``s`` is alive when the stage begins, ``F[t, s, i]`` that it dies after op ``i``. Ops of
 backward run once, and what they make lives as in the plain step; nothing runs again during forward.
 
+With ``where_read``, ops run again only before ops of backward that read what autograd saved: where a saved-tensor hook
+can run something, which is all that a runtime in eager mode has. One autograd node may run several ops.
+
 Only for steps without in-place ops, and for one micro-step. Source: Jain et al., Checkmate (MLSys 2020).
 """
 
@@ -27,11 +30,13 @@ class Checkmate:
     Args:
         graph: The step.
         op_cost: Cost of each op.
+        where_read: Run nothing again but where backward reads a saved tensor.
     """
 
-    def __init__(self, graph: StepGraph, op_cost: Sequence[float]) -> None:
+    def __init__(self, graph: StepGraph, op_cost: Sequence[float], *, where_read: bool = False) -> None:
         assert not any(op.mutates and op.phase != "optimizer" and _changes(graph, op.mutates) for op in graph.ops)
         self.graph = graph
+        self.hooks = {record.unpacked for record in graph.saved} if where_read else None
         self.cost: list[float] = []
         self.rows: list[tuple[list[Term], float]] = []
         """Terms and what they sum to at least."""
@@ -77,6 +82,8 @@ class Checkmate:
         if op == stage:
             return 1.0
         if op > stage or self.graph.ops[stage].phase == "forward" or op not in self.forward:
+            return 0.0
+        if self.hooks is not None and stage not in self.hooks:
             return 0.0
         return [(self._column("R", stage, op), 1.0)]
 
