@@ -294,8 +294,8 @@ class Expansion:
             events.append(Event(Action.RELEASE, region=region.position, num_bytes=num_bytes))
 
     def passing(self, region: Region, ending: Iterable[_Life]) -> list[_Life]:
-        """Those of the lives that end with a recompute which are stored outputs: they go once it has read them."""
-        kept, ancestors = region.spec.kept, region.ancestors
+        """Those of the lives that end with a recompute which a nest stores: they go once it has read them."""
+        kept, ancestors = region.spec.kept if region.children else frozenset(), region.ancestors
         return [life for life in ending if life[0] in kept and life[1] == self._made_by(life[0], ancestors)]
 
     def recompute(self, region: Region, events: list[Event], passing: Iterable[_Life] = ()) -> None:
@@ -322,7 +322,7 @@ class Expansion:
 class _Rerun:
     """Runs a region again: transients die as in forward, what somebody holds stays until it is let go of.
 
-    So do stored outputs that nobody else holds.
+    So does what a nest stores and nobody else holds.
     """
 
     def __init__(self, expansion: Expansion, region: Region, events: list[Event], passing: Iterable[_Life]) -> None:

@@ -223,8 +223,9 @@ class Writing(nn.Module):
         return self.up(x).mul_(2.0).tanh()
 
 
+@pytest.mark.parametrize("inner", [(), (Region("0.down"),)], ids=["region", "nest"])
 @pytest.mark.parametrize("keeps_graph", [False, True])
-def test_a_plan_that_would_change_a_stored_output_again_is_refused(keeps_graph):
+def test_a_plan_that_would_change_a_stored_output_again_is_refused(keeps_graph, inner):
     model = nn.Sequential(Writing(), Writing())
     first, again = SavedOutput("aten.addmm.default", 0, 0, "", 0), OpCall("aten.mul_.Tensor", 0)
     x = torch.ones(2, 8)
@@ -232,10 +233,10 @@ def test_a_plan_that_would_change_a_stored_output_again_is_refused(keeps_graph):
     plain.backward()
     gradient = model[0].up.weight.grad.clone()
     model.zero_grad()
-    with ar.apply(model, Plan((Region("0", saved=(first,), skipped=(again,)),))):
+    with ar.apply(model, Plan((Region("0", saved=(first,), skipped=(again,), children=inner),))):
         model(x).sum().backward(retain_graph=keeps_graph)
         assert torch.equal(model[0].up.weight.grad, gradient)
-    with ar.apply(model, Plan((Region("0", saved=(first,)),)), check="never"):
+    with ar.apply(model, Plan((Region("0", saved=(first,), children=inner),)), check="never"):
         loss = model(x).sum()
         with pytest.raises(RecomputeError, match="changed a stored output"):
             loss.backward(retain_graph=keeps_graph)
@@ -244,7 +245,7 @@ def test_a_plan_that_would_change_a_stored_output_again_is_refused(keeps_graph):
 def test_a_region_whose_recompute_failed_is_not_recomputed_with_what_is_left():
     model = nn.Sequential(Writing(), Writing())
     stored = SavedOutput("aten.addmm.default", 0, 0, "", 0)
-    with ar.apply(model, Plan((Region("1", saved=(stored,)),)), check="never"):
+    with ar.apply(model, Plan((Region("1", saved=(stored,), children=(Region("1.down"),)),)), check="never"):
         loss = model(torch.ones(2, 8)).sum()
         with pytest.raises(RecomputeError, match="changed a stored output"):
             loss.backward()

@@ -214,3 +214,22 @@ def test_what_a_nest_stores_takes_memory_until_its_recompute_has_read_it():
     events = expand(graph, [nest]).events
     recompute = [i for i, e in enumerate(events) if e.action is Action.RECOMPUTE and e.region == 0]
     assert stored <= {e.storage for e in events[recompute[0] : recompute[-1]] if e.action is Action.DROP}
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_an_inner_region_casts_its_arguments_under_autocast_as_often_as_forward_did(name):
+    """In recompute they are leaves that require gradients, whose casts autocast would keep for the next call."""
+    case = MODELS[name]()
+    model = case.build()
+    graph = ar.trace(model, case.batch, loss=case.loss_fn, optimizer=None, precision="amp-bf16")
+    calls = {call.path: call.index for call in graph.calls}
+    outer = calls[case.paths[0]]
+    inner = next(c.index for c in graph.calls if c.path.startswith(case.paths[0]) and "elf" in c.path.split(".")[-1])
+    products = [op for op in graph.ops[graph.calls[inner].start : graph.calls[inner].end] if "mm" in op.name]
+    kept = frozenset(op.outputs[-1] for op in products[1:])
+    spec = RegionSpec(outer, children=(RegionSpec(inner, kept),))
+    plan = Plan(describe_all(graph, [spec]))
+    options = {"loss": case.loss_fn, "optimizer": None, "precision": "amp-bf16"}
+    assert ar.verify(model, case.batch, plan, **options).equal
+    usage = ar.measure(model, case.batch, plan, num_steps=1, plain=False, **options)
+    assert usage.planned.peak_bytes == peak_bytes(graph, expand(graph, [spec]))

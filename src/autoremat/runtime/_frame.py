@@ -38,7 +38,7 @@ from autoremat.runtime._links import Returned, relinked, tensors_in
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._recipe import Recipe, Run, counting_from
 from autoremat.runtime._selective import Player, Recorder, Store
-from autoremat.runtime._stack import STACK, end_call, end_span, unwind
+from autoremat.runtime._stack import STACK, end_call, end_span, unwatched, unwind
 from autoremat.runtime._stand_in import StandIn
 from autoremat.runtime._structure import Copier, tighten
 
@@ -260,7 +260,7 @@ class Replay:
         is_last = frame.is_closed and not compat.graph_is_kept()
         self.mode: Player | None = None
         if table is not None and store is not None:
-            self.mode = Player(table, store, frame.recipe.name, lets_go=is_last)
+            self.mode = Player(table, store, frame.recipe.name, lets_go=is_last and bool(frame.children))
         self._outputs: dict[int, list[torch.Tensor]] = {}
         # By a region inside that shares what the calls saw, or by another backward.
         self._is_needed_again = not is_last or bool(frame.children)
@@ -487,7 +487,8 @@ class Replay:
             entry = self._frame.runs[run.source].entry
             assert entry is not None
             tighten(entry.loose, self._frame.recipe.name, self._frame.recipe.learned.hold_all)
-            run.entry = entry.inside(runs, self._outputs)
+            with unwatched():
+                run.entry = entry.inside(runs, self._outputs)
 
     def _check_complete(self) -> None:
         frame = self._frame

@@ -15,6 +15,7 @@ import torch
 
 from autoremat.runtime._module_state import version_of
 from autoremat.runtime._structure import Copier
+from autoremat.runtime._torch_compat import cut
 
 
 class Link:
@@ -88,7 +89,7 @@ def relinked(value: Any, outputs: dict[int, list[torch.Tensor]]) -> Any:
         return value
     tensor = outputs[value.run][value.place]
     if tensor.requires_grad != value.requires_grad:
-        tensor = tensor.detach().requires_grad_(value.requires_grad)
+        tensor = cut(tensor, requires_grad=value.requires_grad)
     return tensor
 
 
@@ -107,9 +108,4 @@ def shifted(value: Any, runs: dict[int, int], outputs: dict[int, list[torch.Tens
         return value
     if value.run in runs:
         return Link(runs[value.run], value.place, requires_grad=value.requires_grad)
-    return alone(outputs[value.run][value.place], requires_grad=value.requires_grad)
-
-
-def alone(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    """A tensor made in recompute without the graph that made it, which would live as long."""
-    return tensor.detach().requires_grad_(requires_grad)
+    return cut(outputs[value.run][value.place], requires_grad=value.requires_grad)

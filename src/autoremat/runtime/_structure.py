@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from autoremat.runtime._stand_in import Origin, Shape, StandIn, shape_of
-from autoremat.runtime._torch_compat import PLAIN_TENSORS
+from autoremat.runtime._torch_compat import PLAIN_TENSORS, cut
 
 ATOMIC: frozenset[type] = frozenset(
     {
@@ -66,7 +66,7 @@ class Copier:
             return value
         if isinstance(value, torch.Tensor):
             if self.cuts_graph and not value.is_leaf:
-                value = self._memo.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+                value = self._memo.setdefault(id(value), cut(value, requires_grad=value.requires_grad))
             self.tensors.append((name, value))
             return value
         found = self._memo.get(id(value))

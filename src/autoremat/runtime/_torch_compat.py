@@ -172,6 +172,23 @@ def alias(tensor: torch.Tensor, context: Any) -> torch.Tensor:
         return tensor.detach()
 
 
+def cut(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """A tensor made in recompute without the graph that made it, which would live as long.
+
+    Under autocast it is no leaf, as it was none in forward: autocast keeps the casts of leaves that require gradients,
+    so that a module which casts its argument three times would do so once.
+
+    Args:
+        tensor: The tensor.
+        requires_grad: Whether what is made of it gets gradients.
+    """
+    found = tensor.detach().requires_grad_(requires_grad)
+    if requires_grad and torch.is_autocast_enabled(found.device.type):
+        with torch.enable_grad():
+            found = torch.ops.aten.alias.default(found)
+    return found
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()`` that modes do not see, where that makes no difference: a tenth of the time under a mode."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
