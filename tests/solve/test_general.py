@@ -21,7 +21,7 @@ from autoremat.solve import Planner, _planner
 from autoremat.solve._facts import collect_facts
 from autoremat.solve._general import General, branches
 from autoremat.solve._problem import build_problem
-from strategies import step_graphs
+from strategies import Recipe, build_step, step_graphs
 
 slow = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 MAX_CHOICES = 60
@@ -112,6 +112,17 @@ def test_the_answer_is_the_best_of_all_choices(graph: StepGraph, share: float) -
     assert answer.cost == pytest.approx(best, rel=1e-3, abs=1e-6)
     assert answer.bound <= best * (1 + 1e-6) + 1e-6
     assert general.solve(min(peaks) - 1).regions is None
+
+
+def test_the_answer_is_the_best_where_the_solver_presolves_to_another_program() -> None:
+    inner: Recipe = (("gelu", 0, 3), ("norm", 0, 1))
+    graph = build_step((("g.0", (("relu_", 0, 4),)), ("h.1", (("call", inner, 0),))), loss_bytes=2)
+    general = general_of(graph)
+    choices = list(every_choice(general))
+    peaks = [ledger_peak(graph, general._regions(set(columns))) for columns in choices]
+    for limit in range(min(peaks), max(peaks) + 1):
+        best = min(general.costs[list(c)].sum() for c, peak in zip(choices, peaks, strict=True) if peak <= limit)
+        assert general.solve(limit, max_nodes=10_000).cost == pytest.approx(best, rel=1e-3, abs=1e-6)
 
 
 @slow

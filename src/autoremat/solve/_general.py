@@ -182,17 +182,22 @@ class _Model:
         for _ in range(self._num):
             self._highs.addVar(0.0, 1.0)
         index = np.arange(self._num, dtype=np.int32)
-        self._highs.changeColsCost(self._num, index, general.costs * self._cost)
+        self._costs = general.costs * self._cost
+        self._highs.changeColsCost(self._num, index, self._costs)
         for columns in general.cliques:
             self._add_row(-_INFINITY, 1.0, columns, [1.0] * len(columns))
         if below < _NONE:
-            self._add_row(-_INFINITY, below * self._cost, range(self._num), (general.costs * self._cost).tolist())
+            self._add_row(-_INFINITY, below * self._cost, range(self._num), self._costs.tolist())
         self._add_broken()
 
     def settle(self) -> bool:
         """Solve and add moments until none is broken; False if there is no solution."""
         for _ in range(MAX_ROUNDS):
             self._highs.run()
+            if self._is_integer and not self._agrees():
+                self._highs.setOptionValue("presolve", "off")
+                self._highs.clearSolver()
+                self._highs.run()
             status = self._highs.getInfo().primal_solution_status
             if status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
                 return False
@@ -201,6 +206,12 @@ class _Model:
             if not self._add_broken():
                 return True
         return False
+
+    def _agrees(self) -> bool:
+        """Whether the optimum is what the solution costs: HiGHS 1.16 presolves a few small programs to another one."""
+        found = self._highs.getSolution().col_value[: self._num]
+        cost = float(np.dot(self._costs, found)) if len(found) == self._num else 0.0
+        return abs(self._highs.getInfo().objective_function_value - cost) <= _MIP_GAP * _SCALE
 
     def bound(self) -> float:
         """No solution costs less."""
