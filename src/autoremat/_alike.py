@@ -1,9 +1,9 @@
 """Which regions of a step are alike: what recompute of one does is what that of another does, elsewhere.
 
 A region is told by its *stretch* of the step, from where it starts to where it ends, and by what it stores. All of that
-is written free of places: storages are numbered as they appear, clocks of forward count from
-the start of the stretch, and those of backward from where the first tensor saved in it is read. Regions that are equal
-in these terms recompute alike: what is known of one holds for the other with storages and clocks put in place.
+is written free of places: storages are numbered as they appear, clocks of forward count from the start of the stretch,
+and those of backward from where the first tensor saved in it is read. Regions that are equal in these terms recompute
+alike: what is known of one holds for the other with storages and clocks put in place.
 
 Known limit: regions with others inside are not compared: few are alike.
 """
@@ -88,11 +88,8 @@ class Alike:
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
-        numbers: dict[Hashable, int] = {}
-        self._op_kinds = [numbers.setdefault(_kind(graph, op), len(numbers)) for op in graph.ops]
-        self._used = [s for op in graph.ops for s in (*op.inputs, *op.outputs, *op.mutates)]
-        counts = [len(op.inputs) + len(op.outputs) + len(op.mutates) for op in graph.ops]
-        self._first_use = [0, *accumulate(counts)]
+        self._op_kinds = op_kinds(graph)
+        self._used, self._first_use = uses(graph)
         is_backward = [False, *(op.phase != "forward" for op in graph.ops)]
         self._turns = [i for i in range(len(graph.ops)) if is_backward[i + 1] and not is_backward[i]]
         saved = [(r.packed, r.call, _NEVER if r.unpacked is None else r.unpacked, r.released) for r in graph.saved]
@@ -151,7 +148,7 @@ class Alike:
         lives = np.where(is_made, (born - start, *free(np.stack((last_ref, kept_until)))), -1)
         saved = packed - start, np.where(is_inside, call - inside.start, -1), *free(self._saved[2:, records])
         key = (
-            tuple(self._op_kinds[start:end]),
+            self._op_kinds[start:end],
             tuple(places),
             tuple([call - inside.start for call in calls]),
             tuple([self._call(call, inside, start, numbers) for call in inside]),
@@ -180,6 +177,18 @@ class Alike:
             len(call.inputs),
             *links,
         )
+
+
+def uses(graph: StepGraph) -> tuple[list[int], list[int]]:
+    """Storages that ops read, make and write, one op after the other, and where those of each op begin."""
+    counts = (len(op.inputs) + len(op.outputs) + len(op.mutates) for op in graph.ops)
+    return [s for op in graph.ops for s in (*op.inputs, *op.outputs, *op.mutates)], [0, *accumulate(counts)]
+
+
+def op_kinds(graph: StepGraph) -> tuple[int, ...]:
+    """For each op a number; equal ones do and take the same, but for the storages that they work on."""
+    numbers: dict[Hashable, int] = {}
+    return tuple([numbers.setdefault(_kind(graph, op), len(numbers)) for op in graph.ops])
 
 
 def _kind(graph: StepGraph, op: Op) -> Hashable:

@@ -418,13 +418,14 @@ class _Rerun:
             if op.kept_bytes > 0:
                 self._hold(Action.HOLD, op.kept_bytes)
                 self.kept_bytes += op.kept_bytes
+        if index in self.runs or self.passing:
             for s in dict.fromkeys(op.outputs):
-                if self.graph.storages[s].born == index and s not in self.region.spec.kept:
-                    self._place(s, end)
-        if self.passing:
-            for s in dict.fromkeys(op.outputs):
-                if self.graph.storages[s].born == index and s in self.passing:
+                if self.graph.storages[s].born != index:
+                    continue
+                if s in self.passing:
                     self.dying[self._last_use(s, end)].append((s, self.passing.pop(s)))
+                elif index in self.runs and s not in self.region.spec.kept:
+                    self._place(s, end)
         if self.kept and not self.kept.keys().isdisjoint(op.outputs):
             self.expansion._save(op, self.events, self.kept)
 

@@ -21,8 +21,8 @@ from autoremat.runtime._compiled import in_compiled_code
 from autoremat.runtime._layout import Use, find_module, lay_out
 from autoremat.runtime._module_hooks import WARNED, drop_copied_hooks, end_model, end_region, start_model, start_region
 from autoremat.runtime._module_state import ModuleWatch
+from autoremat.runtime._op_table import OpTable
 from autoremat.runtime._recipe import Part, Recipe
-from autoremat.runtime._selective import OpTable
 from autoremat.runtime._stack import drop_spans
 
 Check = Literal["first", "always", "never"]

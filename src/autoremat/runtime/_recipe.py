@@ -22,8 +22,9 @@ from autoremat.runtime._ambient import (
 )
 from autoremat.runtime._links import Link, Returned, links_in, shifted
 from autoremat.runtime._module_state import ModuleState, ModuleWatch, version_of
+from autoremat.runtime._op_table import OpTable
 from autoremat.runtime._other_random import fingerprint
-from autoremat.runtime._selective import OpTable, Store, Stored
+from autoremat.runtime._selective import Store, Stored
 from autoremat.runtime._structure import Copier, loosen_unchanged
 from autoremat.runtime._torch_compat import has_no_data
 

@@ -66,7 +66,10 @@ class Copier:
             return value
         if isinstance(value, torch.Tensor):
             if self.cuts_graph and not value.is_leaf:
-                value = self._memo.setdefault(id(value), cut(value, requires_grad=value.requires_grad))
+                known = self._memo.get(id(value))
+                if known is None:
+                    known = self._memo[id(value)] = cut(value, requires_grad=value.requires_grad)
+                value = known
             self.tensors.append((name, value))
             return value
         found = self._memo.get(id(value))

@@ -9,11 +9,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from autoremat._alike import op_kinds, uses
 from autoremat._ledger import plain_bytes
 from autoremat._replay import GATHER, RegionSpec, held_inputs
 from autoremat._step_graph import SavedTensor, StepGraph
@@ -144,6 +145,7 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         for s in sorted(changed.intersection(op.inputs))
     ]
     during, between = plain_bytes(graph, deaths)
+    used, first_use = uses(graph)
     return Facts(
         graph=graph,
         deaths=tuple(deaths),
@@ -159,22 +161,11 @@ def collect_facts(graph: StepGraph, op_cost: Sequence[float]) -> Facts:
         spans=_micro_steps(graph),
         tie_cost=_TIE_SHARE * (sum(op_cost) or 1.0) / max(1, sum(op.moved_bytes for op in graph.ops)),
         gathers=tuple(op.index for op in graph.ops if op.name == GATHER),
-        op_kinds=_op_kinds(graph),
-        used=[s for op in graph.ops for s in (*op.inputs, *op.outputs, *op.mutates)],
-        first_use=[0, *accumulate(len(op.inputs) + len(op.outputs) + len(op.mutates) for op in graph.ops)],
+        op_kinds=op_kinds(graph),
+        used=used,
+        first_use=first_use,
         births=tuple(sorted((storage.born, storage.index) for storage in graph.storages)),
     )
-
-
-def _op_kinds(graph: StepGraph) -> tuple[int, ...]:
-    numbers: dict[tuple[object, ...], int] = {}
-    found = []
-    for op in graph.ops:
-        flags = op.is_random, op.is_view, op.reads_value
-        counts = len(op.inputs), len(op.outputs), len(op.mutates)
-        kind = (op.name, op.flops, op.moved_bytes, op.workspace_bytes, *flags, *counts)
-        found.append(numbers.setdefault(kind, len(numbers)))
-    return tuple(found)
 
 
 def _first_unpacks(graph: StepGraph) -> dict[int, int]:

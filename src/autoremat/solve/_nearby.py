@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nsmallest
 from typing import Protocol, TypeVar
@@ -129,8 +128,8 @@ class Nearby:
     @staticmethod
     def is_for(problem: Problem) -> bool:
         """Whether a step is small, and has no copies of a region that would have to change with it."""
-        times = Counter(call.path for call in problem.facts.graph.calls)
-        return len(problem.facts.graph.ops) <= MAX_OPS and all(number == 1 for number in times.values())
+        graph = problem.facts.graph
+        return len(graph.ops) <= MAX_OPS and len({call.path for call in graph.calls}) == len(graph.calls)
 
     def plans(self, regions: Sequence[RegionSpec]) -> Iterator[Regions]:
         """Plans with one region less, one whose stored outputs are others by one op, or one more."""
