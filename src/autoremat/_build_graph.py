@@ -22,6 +22,7 @@ from autoremat._errors import AutorematError, TraceError, UsageError
 from autoremat._fake import NEEDS_VALUES, fake_copies, fake_copy, is_fake
 from autoremat._model_states import EmaFactory, OptimizerFactory, States, StatesFactory, optimizer_name
 from autoremat._random import preserved_random_state
+from autoremat._record_calls import drop_small_functions, record_calls
 from autoremat._signature import model_signature
 from autoremat._step import Batch, LossFunction, Precision, check_batch, check_step, describe_batch, own_batch, run_step
 from autoremat._step_graph import Op, SavedTensor, StepGraph, Storage
@@ -206,7 +207,7 @@ def _record(
         _errors_named(twin, recorder),
         CudaOps() if as_cuda else contextlib.nullcontext(),
         _attached(attach, twin, recorder, batch, lambda: run_step(twin, batch, loss=loss, precision=precision)),
-        recorder.modules(twin, only_root=attach is not None),
+        record_calls(recorder, twin, only_root=attach is not None),
         _backward_phase(recording),
         recorder,
         recorder.saved_tensors(),
@@ -224,6 +225,7 @@ def _record(
         )
     del value
     recorder.close()
+    drop_small_functions(recording)
     return recorder
 
 

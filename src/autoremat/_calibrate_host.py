@@ -53,7 +53,7 @@ def host_cost(bench: Bench) -> HostCost:
     steps = _Steps(bench)
     graph = trace(steps.model, steps.batch, loss=_square, optimizer="adamw", device_kind=bench.device.type)
     counts = {phase: sum(op.phase == phase for op in graph.ops) for phase in ("forward", "backward", "optimizer")}
-    blocks = [call for call in graph.calls if call.parent == 0]
+    blocks = [call for call in graph.calls if call.parent == 0 and not call.is_function]
     kinds = _regions(graph, blocks)
     taken: dict[str, list[_Phases]] = {kind: [] for kind in kinds}
     for _ in range(bench.rounds):

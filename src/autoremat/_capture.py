@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
@@ -113,7 +113,7 @@ class _Geometry:
 
 
 class Recorder(TorchDispatchMode):
-    """Records every op that runs under it. Enter it together with `saved_tensors` and `modules`.
+    """Records every op that runs under it. Enter it together with `saved_tensors` and `record_calls`.
 
     Args:
         mode: Mode that the model's fake tensors belong to; None when everything is real.
@@ -209,6 +209,10 @@ class Recorder(TorchDispatchMode):
     def close(self) -> None:
         """Stop watching: storages that are alive now are alive at the end of the step."""
         self._watchers.clear()
+
+    def running_path(self) -> str:
+        """Path of the innermost module call that has not returned."""
+        return self.recording.calls[self._stack[-1]].path
 
     def running_call(self) -> int | None:
         """Index of the innermost module call that has not returned."""
@@ -397,12 +401,8 @@ class Recorder(TorchDispatchMode):
 
     # -- module calls -----------------------------------------------------------------------------------------
 
-    def modules(self, model: nn.Module, *, only_root: bool = False) -> _ModuleHooks:
-        """A context in which the calls of a model's modules are recorded, or only those of the model itself."""
-        return _ModuleHooks(self, [("", model)] if only_root else list(model.named_modules()))
-
-    def enter_call(self, module: nn.Module, path: str, number: int, arguments: Any) -> int:
-        """A module's forward starts."""
+    def enter_call(self, class_name: str, path: str, number: int, arguments: Any) -> int:
+        """A call of a module or of a function starts."""
         index = len(self.recording.calls)
         self.recording.calls.append(
             ModuleCall(
@@ -410,7 +410,7 @@ class Recorder(TorchDispatchMode):
                 path=path,
                 number=number,
                 micro_step=self.recording.micro_step,
-                class_name=type(module).__name__,
+                class_name=class_name,
                 parent=self._stack[-1] if self._stack else -1,
                 start=self.recording.clock,
                 end=-1,
@@ -423,7 +423,7 @@ class Recorder(TorchDispatchMode):
         return index
 
     def leave_call(self, output: Any) -> None:
-        """The innermost running forward returns."""
+        """The innermost running call returns."""
         index = self._stack.pop()
         for x in _tensors_in(output):
             self._returned[id(x)] = (weakref.ref(x), (*self._sources_of(x), index), x._version)
@@ -450,39 +450,6 @@ class Recorder(TorchDispatchMode):
         """Calls that returned this tensor, unchanged since: one inside the other, or one that passed it on."""
         reference, sources, version = self._returned.get(id(tensor), (None, (), 0))
         return sources if reference is not None and reference() is tensor and version == tensor._version else ()
-
-
-class _ModuleHooks:
-    """Forward hooks on modules, gone on exit."""
-
-    def __init__(self, recorder: Recorder, modules: list[tuple[str, nn.Module]]) -> None:
-        self.recorder = recorder
-        self.watched = modules
-        self.handles: list[Any] = []
-        self.counts: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        for path, module in self.watched:
-            self.handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, prepend=True))
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if path == "":
-                self.counts.clear()
-            number = self.counts.get(path, 0)
-            self.counts[path] = number + 1
-            self.recorder.enter_call(module, path, number, (args, kwargs))
-
-        return hook
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.recorder.leave_call(output)
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:

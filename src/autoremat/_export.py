@@ -188,7 +188,19 @@ class _Exporter:
             lost.append(f"{num_spans} spans become a region for each of their calls: what is passed on is stored.")
         if num_nested:
             lost.append(f"{num_nested} regions lose the nesting inside them.")
-        return found
+        return self._modules(found, lost)
+
+    def _modules(self, specs: Specs, lost: list[str]) -> Specs:
+        """Without the functions between modules, which no other library can name."""
+        modules = tuple(spec for spec in specs if not self.graph.calls[spec.call].is_function)
+        if not modules:
+            raise UsageError(
+                "The plan recomputes functions between modules only, and this form names modules. Use autoremat.apply, "
+                "or plan with for_compile=True."
+            )
+        if len(modules) < len(specs):
+            lost.append(f"{len(specs) - len(modules)} functions between modules are not recomputed: modules alone are.")
+        return modules
 
     def _split(self, spec: RegionSpec) -> Iterator[RegionSpec]:
         parts = [child for child in spec.children if child.is_part_of(spec)]

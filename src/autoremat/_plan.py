@@ -68,11 +68,12 @@ class SavedOutput:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class CallName:
-    """A module call.
+    """A module call, or a call of a function that a module's forward makes by itself.
 
     Attributes:
-        path: Module path.
-        number: Which call of that module within one forward of the model; None for every call.
+        path: Module path; of a function that of the module, its name and ``()``: ``"up.0.cat()"``.
+        number: Which call of that path within one forward of the model; None for every call. Functions are counted
+            where an argument requires a gradient.
     """
 
     path: str
@@ -81,15 +82,16 @@ class CallName:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Region:
-    """A module call, or a span of calls, whose saved tensors are dropped and recomputed in backward.
+    """A call, or a span of calls, whose saved tensors are dropped and recomputed in backward.
 
-    The calls of a span follow one another in one forward of the model, none inside another; they may be made by several
-    modules. What forward does between them is not part of the region. An argument that is the very tensor which an
+    Calls are those of modules and of functions between them (`CallName`). Those of a span follow one another in one
+    forward of the model, none inside another; they may be made by several modules. What forward does between them is
+    not part of the region. An argument that is the very tensor which an
     earlier call of the span returned is made again by recompute; every other argument is stored.
 
     Attributes:
-        path: Module path.
-        number: Which call of that module within one forward of the model; None for every call.
+        path: Path of the first call, as in `CallName`.
+        number: Which call of that path within one forward of the model; None for every call.
         then: Further calls of a span, in order.
         saved: Op outputs stored instead of recomputed.
         skipped: Ops that recompute does not run: their outputs are stored, or only skipped ops need them.

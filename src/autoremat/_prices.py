@@ -115,7 +115,6 @@ class Prices:
         ``Prices(graph).peak_bytes(specs) == peak_bytes(graph, expand(graph, specs))``
     """
 
-    @no_garbage_collection()
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
         self._tally = Tally(graph)

@@ -43,6 +43,24 @@ CAUSES: tuple[Cause, ...] = (
     "temporary",
 )
 BEFORE_STEP = -1
+FUNCTION = "function"
+"""`ModuleCall.class_name` of what is no module."""
+
+
+def function_path(path: str, name: str) -> str:
+    """How a function is named that the forward of the module at a path calls by itself."""
+    return f"{path}.{name}()" if path else f"{name}()"
+
+
+def is_function(path: str) -> bool:
+    """Whether a path names a function, see `function_path`."""
+    return path.endswith("()")
+
+
+def split_function(path: str) -> tuple[str, str]:
+    """Path of the module and name of the function that a function's path consists of."""
+    owner, _, name = path.rpartition(".")
+    return owner, name.removesuffix("()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +153,8 @@ class SavedTensor:
 class ModuleCall:
     """One call of a module's ``forward``. Calls nest; `StepGraph.calls` is in order of entry.
 
+    A function that a large module's forward calls by itself, between its modules, is one as well (`is_function`).
+
     Attributes:
         index: Its place in `StepGraph.calls`; 0 is the model itself (first micro-step).
         path: Module path as in ``model.get_submodule(path)``; ``""`` is the model.
@@ -161,6 +181,11 @@ class ModuleCall:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is no module's but a function's that its parent's forward calls by itself."""
+        return is_function(self.path)
 
 
 @dataclass(frozen=True, slots=True)

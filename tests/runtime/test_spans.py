@@ -235,8 +235,8 @@ class ChangingExposed(nn.Module):
 def test_a_stored_output_changed_between_calls_is_refused():
     model = ChangingExposed()
     graph = ar.trace(model, BATCH, optimizer=None)
-    first, second = (call.index for call in graph.calls if call.parent == 0)
-    middle = next(op.outputs[0] for op in graph.ops if op.name == "aten.add.Tensor" and op.call == first)
+    first, second = (call.index for call in graph.calls if call.parent == 0 and not call.is_function)
+    middle = next(op.outputs[0] for op in graph.ops if op.name == "aten.add.Tensor" and op.call in graph.subtree(first))
     assert_equal_to_plain(model, BATCH, Plan((Region("h.0", then=(CallName("h.1"),)),)))
     with apply(model, Plan(describe_all(graph, [RegionSpec(first, frozenset({middle}), (second,))])), check="never"):
         loss = model(*BATCH)
@@ -363,3 +363,45 @@ def test_a_region_inside_a_nest_keeps_the_number_of_a_module_that_is_called_agai
     assert [call.number for call in region.children[0].calls] == [0, 0]
     assert [found.children[0].calls for found in resolve(graph, Plan((region,)))] == [child.calls]
     assert_equal_to_plain(_TwoShared(), BATCH, Plan((region,)))
+
+
+@pytest.mark.parametrize("then", [(), uniform(4, 2), (*uniform(3, 1), span(3, 3))], ids=["none", "spans", "blocks"])
+def test_recompute_runs_under_the_plan_of_its_forward_whatever_is_on_in_backward(then):
+    model = Chain(4, dropout=0.0)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(*BATCH), parameters)
+    inside = (Region("h.1.norm", then=(CallName("h.1.up"),)),)
+    applied = apply(model, Plan((*nested(2, 3, 2), Region("h.1", children=inside))), check="never")
+    loss = model(*BATCH)
+    applied.remove()
+    other = apply(model, Plan(then), check="never")
+    assert all(map(torch.equal, expected, torch.autograd.grad(loss, parameters)))
+    assert all(region.num_recomputes == 1 for region in applied.executed)
+    assert all(map(torch.equal, expected, torch.autograd.grad(model(*BATCH), parameters)))
+    assert all(region.num_recomputes == 1 for region in other.executed)
+
+
+class Drawing(nn.Module):
+    """Draws twice, with something in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(), nn.Dropout()
+
+    def forward(self, x):
+        return self.second(self.down(self.first(self.up(x)))).tanh()
+
+
+@pytest.mark.parametrize("span_size", [1, 2])
+def test_a_region_draws_after_draws_that_it_and_the_one_around_it_leave_out(span_size):
+    model = nn.Sequential(*(Drawing() for _ in range(4)))
+    graph = ar.trace(model, BATCH[0], loss=torch.sum, optimizer=None)
+    calls = [next(c for c in graph.calls if c.path == str(i)) for i in range(4)]
+    firsts = [next(c for c in graph.calls if c.path == f"{i}.first") for i in range(4)]
+    kept = frozenset(s for c in firsts for op in graph.ops[c.start : c.end] for s in op.outputs)
+    around, (inner, *rest) = [c.index for c in calls], [c.index for c in calls[3 - span_size : 3]]
+    spec = RegionSpec(around[0], kept, tuple(around[1:]), (RegionSpec(inner, kept, tuple(rest)),))
+    plan = Plan(describe_all(graph, [spec]))
+    assert any("bernoulli" in op.op for op in plan.regions[0].skipped)
+    assert any("bernoulli" in op.op for op in plan.regions[0].children[0].skipped)
+    assert_equal_to_plain(model, BATCH[:1], plan, loss_fn=torch.sum)

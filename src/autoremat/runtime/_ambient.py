@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoremat.runtime._functions import FunctionMode
 from autoremat.runtime._torch_compat import function_modes, replace_function_modes, sdpa_flags
 
 Flags = tuple[Any, ...]
@@ -45,8 +46,12 @@ _WRITERS = tuple(write for _, write in _FLAGS)
 
 
 def read_flags() -> Flags:
-    """Values of the flags that change what an op computes, and the active function modes."""
-    return (*(read() for read in _READERS), function_modes())
+    """Values of the flags that change what an op computes, and the active function modes but our own."""
+    return _read_flags(tuple(mode for mode in function_modes() if not isinstance(mode, FunctionMode)))
+
+
+def _read_flags(modes: tuple[Any, ...]) -> Flags:
+    return (*(read() for read in _READERS), modes)
 
 
 def _write_flags(current: Flags, wanted: Flags) -> None:
@@ -60,7 +65,7 @@ def _write_flags(current: Flags, wanted: Flags) -> None:
 @contextlib.contextmanager
 def flags_set(wanted: Flags) -> Iterator[None]:
     """Run with these flags, grad mode on, and put back what was there."""
-    current = read_flags()
+    current = _read_flags(function_modes())
     _write_flags(current, wanted)
     # Casts that autocast makes meanwhile are dropped from its cache again, as at the end of an autocast block.
     torch.autocast_increment_nesting()

@@ -5,6 +5,7 @@ Everything hangs on module hooks (`_module_hooks`): state_dict keys, ``repr`` an
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from autoremat._errors import PlanError, PlanMismatch, UsageError
 from autoremat._plan import Plan, Region
 from autoremat._signature import model_signature
+from autoremat._step_graph import FUNCTION, is_function
 from autoremat.runtime._attached import REGIONS, ROOTS, Attached, Level, Levels, Root
 from autoremat.runtime._compiled import in_compiled_code
-from autoremat.runtime._layout import Use, find_module, lay_out
+from autoremat.runtime._layout import Layout, Use, find_module, lay_out
 from autoremat.runtime._module_hooks import WARNED, drop_copied_hooks, end_model, end_region, start_model, start_region
 from autoremat.runtime._module_state import ModuleWatch
 from autoremat.runtime._op_table import OpTable
@@ -80,6 +82,8 @@ class Applied:
         self._compiled = compiled
         self._handle: RemovableHandle | None = None
         self._end_handle: RemovableHandle | None = None
+        for _, recipe in recipes:
+            recipe.as_then = self.as_then
         self.put_on()
 
     @property
@@ -118,12 +122,7 @@ class Applied:
         self._handle = model.register_forward_pre_hook(start_model, prepend=True)
         if self._root.spans:
             self._end_handle = model.register_forward_hook(end_model, always_call=True)
-        for module, entry in self._attached.items():
-            entry.handles = [
-                module.register_forward_pre_hook(start_region, with_kwargs=True),
-                module.register_forward_hook(end_region, prepend=True, with_kwargs=True, always_call=True),
-            ]
-            REGIONS[module] = entry
+        self._put_on_modules()
 
     def start_forward(self) -> None:
         """Count module calls from 0 again: for who runs the modules without calling the model itself."""
@@ -148,6 +147,32 @@ class Applied:
         model = self._model()
         if model is not None:
             ROOTS.pop(model, None)
+        self._take_off_modules()
+
+    @contextlib.contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Have the plan on the model, and no other, while a forward that ran under it is run again."""
+        if self.is_on:
+            yield
+            return
+        model = self._model()
+        others = {m: REGIONS.pop(m) for m in (model.modules() if model is not None else ()) if m in REGIONS}
+        self._put_on_modules()
+        try:
+            yield
+        finally:
+            self._take_off_modules()
+            REGIONS.update(others)
+
+    def _put_on_modules(self) -> None:
+        for module, entry in self._attached.items():
+            entry.handles = [
+                module.register_forward_pre_hook(start_region, with_kwargs=True),
+                module.register_forward_hook(end_region, prepend=True, with_kwargs=True, always_call=True),
+            ]
+            REGIONS[module] = entry
+
+    def _take_off_modules(self) -> None:
         for module, entry in self._attached.items():
             for handle in entry.handles:
                 handle.remove()
@@ -194,13 +219,20 @@ def apply(model: nn.Module, plan: Plan, *, check: Check = "first") -> Applied:
     compiled = tuple(plan.regions if is_compiled else in_compiled_code(model, plan))
     recipes = [(region, _recipe(region, model, check)) for region in layout.regions]
     root.spans = tuple(recipe for _, recipe in recipes if len(recipe.parts) > 1)
-    of_region = {id(region): recipe for region, recipe in recipes}
-    attached = {
-        module: _attach_levels(root, [(use, of_region[id(use.region)]) for use in uses])
-        for module, uses in layout.uses.items()
-    }
+    attached = _attach_all(root, layout, {id(region): recipe for region, recipe in recipes})
     _link_counters(attached)
     return Applied(model, plan, recipes, attached, root, compiled)
+
+
+def _attach_all(root: Root, layout: Layout, of_region: dict[int, Recipe]) -> dict[nn.Module, Attached]:
+    def attach(uses: list[Use]) -> Attached:
+        return _attach_levels(root, [(use, of_region[id(use.region)]) for use in uses])
+
+    attached = {module: attach(uses) for module, uses in layout.uses.items()}
+    for module, functions in layout.functions.items():
+        entry = attached.setdefault(module, Attached(root))
+        entry.functions = {name: attach(uses) for name, uses in functions.items()}
+    return attached
 
 
 def _attach_levels(root: Root, uses: list[tuple[Use, Recipe]]) -> Attached:
@@ -215,24 +247,26 @@ def _attach_levels(root: Root, uses: list[tuple[Use, Recipe]]) -> Attached:
 
 def _link_counters(attached: dict[nn.Module, Attached]) -> None:
     """Tell each call of a region which regions for single calls are inside it."""
-    numbered = {module: entry for module, entry in attached.items() if entry.by_number}
-    for module, entry in attached.items() if numbered else ():
-        inside = [numbered[m] for m in module.modules() if m is not module and m in numbered]
-        for levels in (entry.always, *entry.by_number.values()):
+    for module, entry in attached.items():
+        inside = [attached[m] for m in module.modules() if m is not module and m in attached]
+        found = [one for other in inside for one in other.with_functions()] + list(entry.functions.values())
+        counters = [one for one in found if one.by_number]
+        for levels in entry.all_levels() if counters else ():
             for _, recipe, part in levels:
-                recipe.parts[part].counters = list(inside)
+                recipe.parts[part].counters = list(counters)
 
 
 def _recipe(region: Region, model: nn.Module, check: Check) -> Recipe:
     table = OpTable(region) if region.saved or region.skipped else None
-    modules = [find_module(model, call.path) for call in region.calls]
-    parts = [
-        Part(call.path, ModuleWatch([(call.path, module)]), position)
-        for position, (call, module) in enumerate(zip(region.calls, modules, strict=True))
-    ]
+    parts = [Part(call.path, _watch(model, call.path), position) for position, call in enumerate(region.calls)]
     number = "" if region.number is None else f" call {region.number}"
     last = f" to {region.then[-1].path!r}" if region.then else ""
-    return Recipe(f"Region {region.path!r}{number}{last} ({type(modules[0]).__name__})", parts, table, check=check)
+    kind = FUNCTION if is_function(region.path) else type(find_module(model, region.path)).__name__
+    return Recipe(f"Region {region.path!r}{number}{last} ({kind})", parts, table, check=check)
+
+
+def _watch(model: nn.Module, path: str) -> ModuleWatch | None:
+    return None if is_function(path) else ModuleWatch([(path, find_module(model, path))])
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:

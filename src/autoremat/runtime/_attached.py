@@ -50,7 +50,7 @@ Levels = tuple[Level, ...]
 
 @dataclass(slots=True)
 class Attached:
-    """The regions of one module."""
+    """The regions of one module, or of a function that a module's forward calls by itself."""
 
     root: Root
     always: Levels = ()
@@ -59,6 +59,13 @@ class Attached:
     forward_index: int = -1
     num_calls: int = 0
     handles: list[RemovableHandle] = field(default_factory=list)
+    functions: dict[str, Attached] = field(default_factory=dict)
+    """Of a module: those that its forward calls by itself, by name."""
+
+    def with_functions(self) -> Iterator[Attached]:
+        """This and those of its functions."""
+        yield self
+        yield from self.functions.values()
 
     def is_innermost(self, module: nn.Module) -> bool:
         """Whether no hook of others runs between ours and forward; if one does, put ours next to forward again.
@@ -76,6 +83,10 @@ class Attached:
         pre_hooks.move_to_end(before)
         return False
 
+    def all_levels(self) -> tuple[Levels, ...]:
+        """The regions of each of its calls."""
+        return (self.always, *self.by_number.values())
+
     def next_levels(self) -> Levels:
         """The regions of the call that starts now."""
         if not self.by_number:
@@ -85,7 +96,7 @@ class Attached:
         return self.by_number.get(number, self.always)
 
     def read_count(self) -> int:
-        """How many calls of this module came before in this forward of the model."""
+        """How many calls came before in this forward of the model."""
         return self.num_calls if self.forward_index == self.root.forward_index else 0
 
     def write_count(self, count: int) -> None:
@@ -109,8 +120,8 @@ def attached_regions(model: nn.Module) -> Iterator[tuple[Region, Recipe]]:
     seen: set[Recipe] = set()
     for module in model.modules():
         attached = REGIONS.get(module)
-        for levels in (attached.always, *attached.by_number.values()) if attached is not None else ():
-            for region, recipe, part in levels:
+        for entry in attached.with_functions() if attached is not None else ():
+            for region, recipe, part in (level for levels in entry.all_levels() for level in levels):
                 if part == 0 and recipe not in seen:
                     seen.add(recipe)
                     yield region, recipe

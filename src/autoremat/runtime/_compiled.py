@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from autoremat._errors import PlanError
 from autoremat._plan import UNCOUNTED_OPS, Plan, Region, SavedOutput
+from autoremat._step_graph import is_function, split_function
 from autoremat.runtime import _torch_compat as compat
 from autoremat.runtime._layout import find_module
 from autoremat.runtime._stack import active_regions
@@ -298,6 +299,12 @@ def _is_within(path: str, around: str) -> bool:
 
 
 def _refuse_inexpressible(region: Region) -> None:
+    function = next((call for call in region.calls if is_function(call.path)), None)
+    if function is not None:
+        raise PlanError(
+            f"Region {region.name!r} has a function among its calls ({function.path!r}), and compiled code has none. "
+            "Plan with autoremat.plan(..., for_compile=True), or run the model without torch.compile."
+        )
     if region.children:
         raise PlanError(
             f"Region {region.name!r} has regions inside it ({region.children[0].name!r}), and compiled code recomputes "
@@ -332,7 +339,8 @@ def in_compiled_code(model: nn.Module, plan: Plan) -> Iterator[Region]:
     """
     unit_of = {module: unit for unit in compiled_units(model) for module in unit.modules()}
     for region in plan.regions if unit_of else ():
-        modules = [find_module(model, call.path) for call in region.calls]
+        paths = [split_function(c.path)[0] if is_function(c.path) else c.path for c in region.calls]
+        modules = [find_module(model, path) for path in paths]
         units = {unit_of.get(module) for module in modules}
         if units == {None}:
             inner = next((m for module in modules for m in module.modules() if m in unit_of), None)

@@ -99,13 +99,18 @@ def _start(active: Active, frame: Frame, fn: Callable[..., Any], args: tuple[Any
     compat.push_hooks(frame.pack, unpack)
     active.has_hooks = True
     hooked = hook_dicts(recipe.parts[run.part].hook_dicts(with_own=recipe.runs_own_hooks)) if first is None else []
-    # In the first forward of a region inside another, ops are only counted, for hooks that recompute will leave out.
-    if recipe.table is not None and (first is not None or frame.parent is None or hooked):
+    # In the first forward of a region inside another, ops are only counted, for hooks that recompute will leave out and
+    # for random states that the region around it will not come by.
+    keeps = first is not None or frame.parent is None
+    if recipe.table is not None and (keeps or hooked or frame.notes_draws):
         if active.run == 0 or frame.store is None or frame.recorder is None:
             frame.store = Store()
-            frame.recorder = Recorder(recipe.table, frame.store)
+            frame.recorder = Recorder(recipe.table, frame.store, keeps=keeps)
         if first is not None:
             first.store = frame.store
+            frame.recorder.known = first.random_inside
+            top = STACK.items[-1]
+            frame.recorder.around = top.mode if isinstance(top, Replay) else None
         active.mode = frame.recorder
         run.wraps_inputs = active.level == 0 and compat.has_backward_hooks(active.owner)
         compat.push_dispatch_mode(active.mode)
@@ -189,7 +194,11 @@ def _finish(frame: Frame, run: Run) -> None:
         frame.changed.append(modules.changed if modules is not None else set())
         frame.draws.append(entry is None or bool(entry.random))
         frame.random.append(entry.random if entry is not None and frame.parent.leaves_out_draws() else None)
-        run.entry = frame.store = None  # the region around it runs it again
+        if frame.notes_draws and frame.store is not None:
+            frame.random_inside = frame.store.random_after  # its next call goes on from here
+        else:
+            frame.store = None  # the region around it runs it again
+        run.entry = None
     if run.part < len(recipe.parts) - 1:
         return
     frame.close()

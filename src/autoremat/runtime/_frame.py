@@ -64,6 +64,7 @@ class Frame:
         changed: Buffers and attributes that the first forward was seen to change, for each run.
         draws: Whether it drew random numbers, for each run; of a region inside another.
         random: The states from which it did, where a region around it leaves out draws that came before; else None.
+        random_inside: The same before draws in its calls that come after skipped ones, by the op's position.
         children: Frames inside it, in the order in which they started.
         spans: Those of them that may go on with a further call, by recipe.
         group: The ``GraphExecGroup`` in which it was recomputed.
@@ -76,8 +77,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "changed", "children", "constants", "draws", "expected", "group", "holders", "hooks",
-        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "random", "recipe", "recorder",
-        "returned", "runs", "spans", "store", "sums",
+        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "random", "random_inside",
+        "recipe", "recorder", "returned", "runs", "spans", "store", "sums",
     )  # fmt: skip
 
     def __init__(self, recipe: Recipe, parent: Frame | None) -> None:
@@ -95,6 +96,7 @@ class Frame:
         self.changed: list[set[tuple[int, str]]] = []
         self.draws: list[bool] = []
         self.random: list[RandomStates | None] = []
+        self.random_inside: dict[int, RandomStates] = {}
         self.children: list[weakref.ref[Frame]] = []
         self.spans: dict[Recipe, Frame] = {}
         self.group: object | None = None
@@ -115,6 +117,17 @@ class Frame:
         """Whether recompute of it, or of a region around it, does not draw all random numbers that forward drew."""
         table, parent = self.recipe.table, self.parent
         return (table is not None and table.has_skipped_random) or (parent is not None and parent.leaves_out_draws())
+
+    @property
+    def notes_draws(self) -> bool:
+        """Whether forward notes random states inside its calls: it skips draws, and so does a region around it."""
+        table = self.recipe.table
+        return (
+            table is not None
+            and table.has_skipped_random
+            and self.parent is not None
+            and self.parent.leaves_out_draws()
+        )
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         """What autograd calls in forward for a tensor that it saves."""
@@ -145,7 +158,7 @@ class Frame:
                 )
             replay = Replay(self)
             try:
-                with timed_recompute(self.recipe.on_error):
+                with timed_recompute(self.recipe.on_error), self.recipe.as_then():
                     replay.run()
             except BaseException:
                 for holder in self._alive_holders():
@@ -348,6 +361,7 @@ class Replay:
         self._base = len(items)
         compat.push_hooks(self.pack, identity)
         if self.mode is not None:
+            self.mode.left_out_draws = False
             compat.push_dispatch_mode(self.mode)
         if hooked := hook_dicts(entry.part.hook_dicts(with_own=self._frame.recipe.runs_own_hooks)):
             self._repeats = self._repeats or Repeats(self._frame.hooks, self.mode, self.stop_if_satisfied)

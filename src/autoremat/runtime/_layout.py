@@ -1,4 +1,4 @@
-"""Which regions a module's calls belong to, and whether a plan's regions nest as they must."""
+"""Which regions the calls of modules and functions belong to, and whether a plan's regions nest as they must."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from autoremat._errors import PlanError, PlanMismatch
+from autoremat._own_calls import NO_CALLS
 from autoremat._plan import CallName, Plan, Region
+from autoremat._step_graph import is_function, split_function
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A region's use of a module.
+    """A region's use of a module or function.
 
     Attributes:
         region: The region.
         ancestors: Regions around it, outermost first.
         part: Which of the region's calls.
-        number: Which call of the module, None for every call.
+        number: Which call of it, None for every call.
     """
 
     region: Region
@@ -40,10 +42,18 @@ class Layout:
     Attributes:
         regions: All of them, outer ones before those inside them.
         uses: By module: the regions that have calls of it among theirs.
+        functions: The same for functions that a module's forward calls by itself, by module and name.
     """
 
     regions: list[Region] = field(default_factory=list)
     uses: dict[nn.Module, list[Use]] = field(default_factory=dict)
+    functions: dict[nn.Module, dict[str, list[Use]]] = field(default_factory=dict)
+
+    def uses_of(self, module: nn.Module, function: str | None) -> list[Use]:
+        """Where the uses of a module, or of a function that its forward calls, are kept."""
+        if function is None:
+            return self.uses.setdefault(module, [])
+        return self.functions.setdefault(module, {}).setdefault(function, [])
 
 
 def lay_out(model: nn.Module, plan: Plan) -> Layout:
@@ -60,7 +70,7 @@ def lay_out(model: nn.Module, plan: Plan) -> Layout:
             _check_inside(region, ancestors[-1])
         for part, call in enumerate(region.calls):
             use = Use(region, ancestors, part, call.number)
-            same = layout.uses.setdefault(_find(model, call), [])
+            same = layout.uses_of(*_find(model, call))
             _refuse_second(use, call, same)
             same.append(use)
     _refuse_overlap(plan.regions)
@@ -85,12 +95,19 @@ def find_module(model: nn.Module, path: str) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def _find(model: nn.Module, call: CallName) -> nn.Module:
+def _find(model: nn.Module, call: CallName) -> tuple[nn.Module, str | None]:
+    """The module of a call, and the function's name if it is one that the module's forward calls."""
+    path, function = split_function(call.path) if is_function(call.path) else (call.path, None)
+    if function in NO_CALLS:
+        raise PlanError(
+            f"The plan names the function {call.path!r}. What changes running statistics or runs backward is not "
+            f"called again by itself: name the module around it ({path!r}) instead."
+        )
     try:
-        return find_module(model, call.path)
+        return find_module(model, path), function
     except AttributeError as error:
         raise PlanMismatch(
-            f"The plan names the module {call.path!r}, which {type(model).__name__} does not have. "
+            f"The plan names the module {path!r}, which {type(model).__name__} does not have. "
             "Make a plan for this model with autoremat.plan."
         ) from error
 
@@ -99,7 +116,7 @@ def _refuse_second(use: Use, call: CallName, others: list[Use]) -> None:
     for other in others:
         is_same_call = other.number == use.number or None in (other.number, use.number)
         if is_same_call and not any(other.region is region for region in use.ancestors):
-            raise PlanError(f"The plan names the module {call.path!r} twice for the same call. Keep one of them.")
+            raise PlanError(f"The plan names {call.path!r} twice for the same call. Keep one of them.")
 
 
 def _check_inside(region: Region, parent: Region) -> None:

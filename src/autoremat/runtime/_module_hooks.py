@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -23,9 +23,18 @@ from torch import nn
 
 from autoremat._errors import PlanError
 from autoremat.runtime import _torch_compat as compat
-from autoremat.runtime._attached import REGIONS, ROOTS, Levels
+from autoremat.runtime._attached import REGIONS, ROOTS, Attached, Levels
 from autoremat.runtime._compiled import is_prepared
 from autoremat.runtime._enter import enter, leave
+from autoremat.runtime._functions import (
+    FunctionCall,
+    FunctionMode,
+    OnCall,
+    Watched,
+    run_watched,
+    stop_all_in,
+    stop_watching,
+)
 from autoremat.runtime._stack import Active, active_regions, close_through, drop_spans, unwind
 
 OFF: list[None] = []
@@ -41,15 +50,39 @@ def start_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if attached is None:
         return None
     levels = attached.next_levels()  # calls without gradients count, too
-    if not levels or OFF or not torch.is_grad_enabled() or compat.transforms_or_tracing_active():
+    is_plain = not levels or _runs_plain()
+    if is_plain and not attached.functions:
         return None
-    if not attached.is_innermost(module):
-        return None
-    return OpenCall(_enter_levels(levels, 0, module, args, kwargs), args, kwargs)
+    is_innermost = attached.is_innermost(module)
+    active = None if is_plain or not is_innermost else _enter_levels(levels, 0, module, args, kwargs)
+    mode = None
+    if attached.functions:
+        mode = FunctionMode(module, watched_functions(attached))
+        mode.start()
+    # What is returned here goes as soon as another pre-hook runs, and with it the mode.
+    return OpenCall(active, mode, args, kwargs) if is_innermost else None
+
+
+def _runs_plain() -> bool:
+    """Whether what starts now is no region, whatever the plan says."""
+    return bool(OFF) or not torch.is_grad_enabled() or compat.transforms_or_tracing_active()
+
+
+def watched_functions(attached: Attached) -> Watched:
+    """What a module's forward calls by itself that belongs to regions."""
+
+    def watched(entry: Attached) -> Callable[[], OnCall | None]:
+        def next_call() -> OnCall | None:
+            levels = entry.next_levels()
+            return partial(_run_inside, levels, 0) if levels and not _runs_plain() else None
+
+        return next_call
+
+    return {name: watched(entry) for name, entry in attached.functions.items()}
 
 
 def _enter_levels(
-    levels: Levels, first: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    levels: Levels, first: int, module: nn.Module | FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Active:
     """Enter a call's regions, outermost first; returns the outermost."""
     entered = []
@@ -61,17 +94,25 @@ def _enter_levels(
                 "at once would not gather them. Plan with parallel=Sharding(...), whose regions are single units."
             )
         is_last = level == len(levels) - 1
-        fn = module.forward if is_last else partial(_run_inside, levels, level + 1, module)
+        fn = _forward_of(module) if is_last else partial(_run_inside, levels, level + 1, module)
         entered.append(enter(recipe, fn, module, args, kwargs, part=part, level=level))
     return entered[0]
 
 
-def _run_inside(levels: Levels, first: int, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """What recompute of an outer region runs for a call that inner regions have among theirs, too."""
+def _forward_of(module: nn.Module | FunctionCall) -> Callable[..., Any]:
+    """What recompute runs: forward, in which the functions that belong to regions are watched again."""
+    attached = REGIONS.get(module) if isinstance(module, nn.Module) else None
+    if attached is None or not attached.functions:
+        return module.forward
+    return partial(run_watched, module, watched_functions(attached))
+
+
+def _run_inside(levels: Levels, first: int, module: nn.Module | FunctionCall, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a call with the regions that have it among theirs, in recompute with those inside one around them."""
     try:
         _enter_levels(levels, first, module, args, kwargs)
-        output = module.forward(*args, **kwargs)
-    except Exception:
+        output = _forward_of(module)(*args, **kwargs)
+    except (Exception, KeyboardInterrupt):
         leave(module, failed=True, level=first)
         raise
     leave(module, output, level=first)
@@ -84,15 +125,20 @@ class OpenCall(tuple[Any, ...]):  # noqa: SLOT001 (a tuple cannot have any)
     An ``always_call`` hook sees to that after an Exception; nothing else does after a KeyboardInterrupt.
     """
 
-    active: Active
+    active: Active | None
+    mode: FunctionMode | None
 
-    def __new__(cls, active: Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+    def __new__(
+        cls, active: Active | None, mode: FunctionMode | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Self:
         call = super().__new__(cls, (args, kwargs))
-        call.active = active
+        call.active, call.mode = active, mode
         return call
 
     def __del__(self) -> None:
-        if self.active.is_open:
+        if self.mode is not None:
+            self.mode.stop()
+        if self.active is not None and self.active.is_open:
             close_through(self.active)
 
 
@@ -154,6 +200,7 @@ def check_prepared(module: nn.Module) -> bool:
 def end_region(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of a region's module; runs after an exception, too."""
     if not torch.compiler.is_compiling():
+        stop_watching(module)
         leave(module, output, failed=output is None)
 
 
@@ -167,6 +214,8 @@ def start_model(module: nn.Module, _args: tuple[Any, ...]) -> None:
         root.start_forward()
         if active_regions():
             abandon_stale_regions()
+        if compat.function_modes():
+            stop_all_in(module)
 
 
 def end_model(module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:

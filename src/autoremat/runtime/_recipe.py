@@ -114,6 +114,7 @@ class Recipe:
         compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
         error: Makes what to raise if recompute comes out differently, from a message.
         on_error: Told what a recompute raises.
+        as_then: Entered around recompute: the plan that forward ran under is on the model.
         num_calls: Executions in forward.
         num_recomputes: Executions in backward.
         num_ops_run: Ops that ran in recompute; counted in selective regions only.
@@ -125,7 +126,7 @@ class Recipe:
     """
 
     __slots__ = (
-        "__weakref__", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched",
+        "__weakref__", "as_then", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched",
         "matched_parts", "name", "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored",
         "num_recomputes", "on_error", "parts", "preserve_rng_state", "runs_own_hooks", "table",
     )  # fmt: skip
@@ -151,6 +152,7 @@ class Recipe:
         self.runs_own_hooks = False
         self.error: Callable[[str], RecomputeError] = RecomputeError
         self.on_error: Callable[[BaseException], None] | None = None
+        self.as_then: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.learned = learned if learned is not None else Learned()
         self.reset_counts()
 

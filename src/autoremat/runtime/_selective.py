@@ -125,9 +125,16 @@ _ALL_UNCOUNTED = _AllUncounted()
 
 
 class Recorder(_Mode):
-    """Runs every op and notes the planned ones."""
+    """Runs every op and notes the planned ones.
 
-    def __init__(self, table: OpTable, store: Store) -> None:
+    Args:
+        table: Planned op calls.
+        store: Where it notes them.
+        keeps: Whether outputs are stored; else ops are only counted and random states noted.
+    """
+
+    def __init__(self, table: OpTable, store: Store, *, keeps: bool = True) -> None:
+        self.keeps = keeps
         self.table = table
         self.by_id = table.by_id
         self.context = shared_versions()
@@ -135,6 +142,10 @@ class Recorder(_Mode):
         self.position = 0
         self.counts = [0] * (table.num_slots + 1)
         self.pending: RandomStates | None = None
+        self.known: dict[int, RandomStates] = {}
+        """What an earlier execution put into `Store.random_after`, where this one cannot know it."""
+        self.around: Player | None = None
+        """What recomputes a region around this one, while that runs it again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -157,15 +168,27 @@ class Recorder(_Mode):
         call = entry.calls.get(occurrence)
         if call is None:
             if self.pending is not None and _draws(entry, func, args, kwargs):
-                self.store.random_after[position] = self.pending
+                self.store.random_after[position] = self._state_before(position, self.pending)
                 self.pending = None
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._keep(entry, call, (entry.slot, occurrence), position, result)
+        if self.keeps:
+            self._keep(entry, call, (entry.slot, occurrence), position, result)
         if self.table.has_skipped_random and _draws(entry, func, args, kwargs):
-            record = self.store.records[entry.slot, occurrence]
-            self.pending = read_torch_random([o.tensor for o in record.outputs if isinstance(o, Stored)])
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            self.pending = read_torch_random([x for x in results if isinstance(x, torch.Tensor)])
         return result
+
+    def _state_before(self, position: int, pending: RandomStates) -> RandomStates:
+        """From what a draw draws that comes after skipped ones."""
+        if position in self.known:
+            return self.known[position]
+        if self.around is not None and self.around.left_out_draws:
+            raise RecomputeError(
+                f"{self.around.region} leaves out random draws, and a region inside it draws again after some of them: "
+                "from what is not known. Take one of the two out of the plan."
+            )
+        return pending
 
     def _count(self, slot: int) -> int:
         counts = self.counts
@@ -196,6 +219,7 @@ class Player(_Mode):
         num_run: Ops that ran.
         num_stored: Stored outputs handed out.
         num_skipped: Ops left out.
+        left_out_draws: Whether the call that runs has left out draws, so that the random state is not forward's.
 
     Args:
         table: Planned op calls.
@@ -214,6 +238,7 @@ class Player(_Mode):
         self.counts = [0] * (table.num_slots + 1)
         self.num_run = self.num_stored = self.num_skipped = 0
         self.lets_go = lets_go
+        self.left_out_draws = False
         self.skipped_writes: dict[int, int] = {}
         """In-place ops that were left out, by storage; autograd counts their versions all the same."""
         self.handed: dict[int, tuple[ref[torch.Tensor], Stored]] = {}
@@ -252,11 +277,13 @@ class Player(_Mode):
             states = self.store.random_after.get(position) if entry.is_random else None
             for write, _, state in states or ():
                 write(state)
+                self.left_out_draws = False
             self.num_run += 1
             return func(*args, **kwargs)
         record = self.store.records.get((entry.slot, occurrence))
         if record is None or record.position != position:
             self._refuse_order(entry, occurrence, position, record)
+        self.left_out_draws = self.left_out_draws or _draws(entry, func, args, kwargs)
         return self._hand_out(entry, call, record, (func, args, kwargs))
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,  # no public reader
 )
 from torch._subclasses.fake_tensor import FakeTensor  # no public test for "has no data"
+from torch.overrides import TorchFunctionMode
 
 # Entering a TorchDispatchMode keeps books for torch.compile, which a region never runs under; a mode pushed
 # bare costs a tenth. Freed by a cheap public way to enter a mode.
@@ -53,6 +54,7 @@ __all__ = [
     "pop_dispatch_mode",
     "pop_hooks",
     "push_dispatch_mode",
+    "push_function_mode",
     "push_hooks",
     "refuse_compile",
     "replace_function_modes",
@@ -121,6 +123,11 @@ def function_modes() -> tuple[Any, ...]:
     """Active function modes, outermost first (``torch.set_default_device`` is one). No public accessor."""
     num_modes = _num_function_modes()
     return tuple(torch._C._get_function_stack_at(i) for i in range(num_modes)) if num_modes else ()
+
+
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Make this the innermost function mode; `replace_function_modes` takes it off wherever it is."""
+    torch._C._push_on_torch_function_stack(mode)
 
 
 def replace_function_modes(modes: tuple[Any, ...]) -> None:
@@ -323,7 +330,7 @@ PLAIN_TENSORS = (torch.Tensor, FakeTensor)
 """Types of tensors that are what they seem; others may stand for several, or for none."""
 
 
-def is_sharded_unit(module: torch.nn.Module) -> bool:
+def is_sharded_unit(module: object) -> bool:
     """Whether a module gathers its own parameters before forward (``fully_shard``). Looks, without importing it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))

@@ -74,7 +74,11 @@ def block_stacks(graph: StepGraph) -> list[tuple[int, ...]]:
 
 def _stacks_in(graph: StepGraph, call: int, saving: set[int]) -> list[tuple[int, ...]]:
     """Runs of blocks in a call: those of its own, or those in them where these are longer (two stacks in a model)."""
-    inside = [c for c in graph.subtree(call) if graph.calls[c].parent == call and c in saving]
+    inside = [
+        c
+        for c in graph.subtree(call)
+        if c in saving and graph.calls[c].parent == call and not graph.calls[c].is_function
+    ]
     has_parts = {c for c in inside if len(graph.subtree(c)) > 1}
     counts = Counter(graph.calls[c].class_name for c in has_parts)
     repeated = {name for name, count in counts.items() if count > 1 and name not in _CONTAINERS}

@@ -89,11 +89,11 @@ def find_rows(facts: Facts, *, joined: bool = True) -> Rows:
 
     Args:
         facts: The step.
-        joined: Whether rows go on from one module to the next.
+        joined: Whether rows go on from one module to the next, and with functions between modules.
     """
     twins = _twins(facts)
     siblings: dict[int, list[int]] = defaultdict(list)
-    for call in twins:
+    for call in twins if joined else [c for c in twins if not facts.graph.calls[c].is_function]:
         siblings[facts.graph.calls[call].parent].append(call)
     inner: dict[int, Calls] = {}
 

@@ -1,0 +1,536 @@
+"""Functions that a forward calls between its modules, as calls of regions: plain's numbers, bytes as predicted."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import autoremat as ar
+from autoremat import _record_calls
+from autoremat._dry_run import dry_run
+from autoremat._errors import PlanError, PlanMismatch, UsageError
+from autoremat._export import export
+from autoremat._plan import CallName, Plan, Region
+from autoremat._regions import describe_all, resolve
+from autoremat._replay import Extent, RegionSpec, obstacle
+from autoremat.runtime import apply
+from chains import with_random_saves
+from comparing import assert_equal_to_plain, assert_same, seed, train
+from reference import is_legal
+
+WIDTH = 16
+BATCH = (torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH),)
+
+
+class Block(nn.Module):
+    """Calls a function by itself that the model around it calls, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return F.relu(self.drop(self.linear(x))) + x
+
+
+class Net(nn.Module):
+    """Lists, keywords, dropout, in-place functions, views, several outputs, a parameter used by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(), Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.c = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = F.dropout(F.relu(self.a(x * self.scale)), p=0.3)
+        g = torch.cat([h, self.b(h)], dim=1)
+        left, right = g.chunk(2, dim=1)
+        y = self.c(torch.cat(tensors=(right.sigmoid(), left), dim=1))
+        y += h
+        return F.softmax(y[:, 1:].transpose(0, 1), dim=-1).square().sum()
+
+
+def span(*calls, children=()):
+    """A region of these calls, each ``"path"`` for the first call of that path or ``"path 1"``."""
+    first, *then = [CallName(name, int(number or 0)) for name, _, number in (call.partition(" ") for call in calls)]
+    return Region(first.path, first.number, then=tuple(then), children=tuple(children))
+
+
+SPANS = {
+    "one function": [span("relu()")],
+    "functions alone": [span("relu()", "dropout()")],
+    "to a module": [span("relu()", "dropout()", "b", "cat()")],
+    "a list": [span("cat()", "chunk()", "sigmoid()")],
+    "in place": [span("c", "add_()", "__getitem__()", "transpose()", "softmax()", "square()")],
+    "with a parameter": [span("mul()", "a", "relu()")],
+    "all": [span("mul()", "a", "relu()", "dropout()", "b", "cat()", "chunk()", "sigmoid()", "cat() 1", "c", "add_()")],
+    "nested": [
+        span("mul()", "a", "relu()", "dropout()", "b", "cat()", children=[span("relu()", "dropout()", "b")]),
+        span("chunk()", "sigmoid()", "cat() 1", children=[span("sigmoid()", "cat() 1")]),
+    ],
+    "in a module": [span("a.relu()", "a.add()"), Region("b", children=(span("b.drop", "b.relu()"),))],
+    "in a module of a span": [span("a", "relu()", "dropout()", "b", children=[span("b.linear", "b.drop", "b.relu()")])],
+}
+
+
+@pytest.mark.parametrize("regions", SPANS.values(), ids=SPANS)
+def test_same_numbers_as_plain(regions):
+    seed()
+    executed = assert_equal_to_plain(Net(), BATCH, Plan(tuple(regions)))
+    assert all(region.num_calls == region.num_recomputes == 2 for region in executed), executed
+
+
+def test_under_autocast():
+    seed()
+    assert_equal_to_plain(Net(), BATCH, Plan(tuple(SPANS["nested"])), autocast=torch.bfloat16)
+
+
+@pytest.fixture
+def all_functions(monkeypatch):
+    """Trace functions in small modules, too."""
+    monkeypatch.setattr(_record_calls, "MIN_SHARE", 0)
+
+
+def recorded(model, batch=BATCH, **options):
+    return ar.trace(model, batch, optimizer=None, **options)
+
+
+def names(graph, parent=""):
+    inside = [call for call in graph.calls if call.parent >= 0 and graph.calls[call.parent].path == parent]
+    return [f"{call.path} {call.number}" for call in inside]
+
+
+def test_functions_are_recorded_as_calls_of_the_module_that_makes_them(all_functions):
+    graph = recorded(Net())
+    assert names(graph) == [
+        "mul() 0", "a 0", "relu() 0", "dropout() 0", "b 0", "cat() 0", "chunk() 0", "sigmoid() 0", "cat() 1", "c 0",
+        "add_() 0", "__getitem__() 0", "transpose() 0", "softmax() 0", "square() 0", "sum() 0",
+    ]  # fmt: skip
+    assert names(graph, "a") == ["a.linear 0", "a.drop 0", "a.relu() 0", "a.add() 0"]
+    assert names(graph, "a.drop") == ["a.drop.dropout() 0"]
+    cat = next(call for call in graph.calls if call.path == "cat()")
+    assert [graph.calls[source].path for _, source in cat.links] == ["dropout()", "b", "b.add()"]
+    assert cat.is_function
+    assert cat.class_name == "function"
+    assert sum(op.call == cat.index for op in graph.ops if op.phase == "forward") == 1
+
+
+def test_only_large_modules_have_functions_of_their_own():
+    graph = recorded(nn.Sequential(*(Block() for _ in range(8))), loss=lambda y: y.sum())
+    assert not any(call.is_function for call in graph.calls)
+    assert {graph.calls[op.call].path for op in graph.ops if op.phase == "forward"} == {
+        *(f"{i}{rest}" for i in range(8) for rest in ("", ".linear", ".drop")), "",
+    }  # fmt: skip
+    model = Net()
+    assert {call.path for call in recorded(model).calls if call.is_function and call.parent != 0} <= {
+        f"{block}.{name}()" for block in "ab" for name in ("relu", "add")
+    }
+
+
+class Quiet(nn.Module):
+    """Functions that take no part in autograd, or return no tensor, are nobody's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.linear(x.mul(2)).tanh()
+        with torch.no_grad():
+            mean = y.mean()
+        assert y.size(0) == y.shape[0]
+        return (y.detach().sum() + mean + y.sum()).abs()
+
+
+def test_functions_that_take_no_part_are_not_recorded():
+    assert names(recorded(Quiet())) == ["linear 0", "tanh() 0", "sum() 0", "add() 0", "abs() 0"]
+
+
+class Hooked(nn.Module):
+    """Calls functions in its children's hooks, which are the children's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.register_forward_pre_hook(lambda module, args: (args[0].tanh(),))
+        self.second.register_forward_hook(lambda module, args, output: output.tanh())
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()).tanh().sum()
+
+
+def test_functions_in_hooks_of_children_are_not_the_models():
+    assert names(recorded(Hooked())) == ["first 0", "tanh() 0", "second 0", "tanh() 1", "sum() 0"]
+    seed()
+    (executed,) = assert_equal_to_plain(Hooked(), BATCH, Plan((span("second", "tanh() 1"),)))
+    assert executed.num_recomputes == 2
+
+
+class Twice(nn.Module):
+    """Calls a block twice, the first time perhaps without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.first = Block(), nn.Linear(WIDTH, WIDTH)
+        self.frozen = False
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.frozen):
+            x = self.block(self.first(x))
+        return self.block(x).sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_calls_are_told_apart_by_number(frozen):
+    seed()
+    model = Twice()
+    model.frozen = frozen
+    second = 0 if frozen else 1  # what takes no part in autograd is not counted
+    executed = assert_equal_to_plain(model, BATCH, Plan((span(f"block.relu() {second}", f"block.add() {second}"),)))
+    assert [r.num_recomputes for r in executed] == [2]
+    assert f"block.relu() {second}" in names(recorded(model), "block")
+
+
+class Interrupting(nn.Module):
+    """Raises an exception after a function, if told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.error = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        if self.error is not None:
+            raise self.error
+        return y.sum()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_nothing_is_left_behind_by_an_exception(error):
+    seed()
+    model = Interrupting()
+    expected = train(copy.deepcopy(model), BATCH, lambda y: y)
+    with apply(model, Plan((span("linear", "tanh()"),)), check="always"):
+        model.error = error
+        with pytest.raises(type(error)) as held:  # and with its traceback the frames of forward
+            model(*BATCH)
+        model.error = None
+        assert_same(expected, train(model, BATCH, lambda y: y))
+        assert torch._C._len_torch_function_stack() == 0, held
+    model(*BATCH)
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles what comes out of ``tanh``."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func.__name__ == "tanh" else out
+
+
+class UnderMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        with Doubling():
+            y = self.linear(x).tanh()
+        return y.exp().sum()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_function_modes_of_the_user(around):
+    seed()
+    model = UnderMode()
+    plan = Plan((span("linear", "tanh()", "exp()"),))
+
+    def loss(y):
+        return y
+
+    class Run(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            with Doubling():
+                return self.model(x)
+
+    if around:
+        plan = Plan((span("model.linear", "model.tanh()", "model.exp()"),))
+    executed = assert_equal_to_plain(Run() if around else model, BATCH, plan, loss)
+    assert [r.num_recomputes for r in executed] == [2]
+
+
+def test_a_graph_that_is_kept():
+    seed()
+    model = Net()
+    parameters = list(model.parameters())
+    seed(1)
+    expected = torch.autograd.grad(model(*BATCH), parameters, create_graph=True)
+    twice = torch.autograd.grad(sum(g.square().sum() for g in expected), parameters)
+    with apply(model, Plan(tuple(SPANS["nested"])), check="always"):
+        seed(1)
+        found = torch.autograd.grad(model(*BATCH), parameters, create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in found), parameters)
+    assert all(map(torch.equal, (*expected, *twice), (*found, *again)))
+
+
+def test_backward_after_the_plan_is_off_and_copies_of_the_model():
+    seed()
+    model = Net()
+    seed(1)
+    expected = torch.autograd.grad(model(*BATCH), list(model.parameters()))
+    applied = apply(model, Plan(tuple(SPANS["in a module"])))
+    seed(1)
+    loss, twin = model(*BATCH), copy.deepcopy(model)
+    applied.remove()
+    assert all(map(torch.equal, expected, torch.autograd.grad(loss, list(model.parameters()))))
+    seed(1)
+    with record_function_modes(twin.a) as seen:
+        assert all(map(torch.equal, expected, torch.autograd.grad(twin(*BATCH), list(twin.parameters()))))
+    assert seen == [0], "the copy is plain"
+
+
+@contextlib.contextmanager
+def record_function_modes(module):
+    """How many function modes are active when calls of a module start."""
+    seen = []
+    handle = module.linear.register_forward_pre_hook(lambda *_: seen.append(torch._C._len_torch_function_stack()))
+    yield seen
+    handle.remove()
+
+
+def test_a_call_that_does_not_come_is_told():
+    model = Net()
+    with apply(model, Plan((span("relu()", "dropout()", "gelu()"),))):
+        loss = model(*BATCH)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        (region,) = ar.explain(model).regions
+    assert region.num_calls == region.num_recomputes == 1
+    assert region.unmatched == ("call of gelu()",)
+    assert all(map(torch.equal, gradients, torch.autograd.grad(loss, list(model.parameters()))))
+
+
+@pytest.mark.parametrize(
+    ("regions", "error", "words"),
+    [
+        ([span("d.relu()")], PlanMismatch, "names the module 'd', which Net does not have"),
+        ([span("a.batch_norm()")], PlanError, r"changes running statistics.*name the module around it \('a'\)"),
+        ([span("relu()"), span("relu()")], PlanError, "names 'relu\\(\\)' twice for the same call"),
+        ([span("a"), span("a.relu()")], PlanError, "lies inside region 'a', and is not listed as its child"),
+    ],
+)
+def test_plans_that_cannot_be(regions, error, words):
+    model = Net()
+    with pytest.raises(error, match=words):
+        apply(model, Plan(tuple(regions)))
+    model(*BATCH).backward()
+
+
+def test_what_is_compiled_has_no_functions():
+    model, plan = Net(), Plan((span("relu()", "dropout()"),))
+    with pytest.raises(PlanError, match=r"has a function among its calls \('relu\(\)'\).*for_compile=True"):
+        apply(torch.compile(model, backend="eager"), plan)
+    assert not any(call.path.endswith("()") for r in for_compile(model).regions for call in r.calls)
+
+
+def for_compile(model):
+    graph = recorded(model)
+    return ar.plan(graph, budget=ar.frontier(graph, for_compile=True).points[0].peak_bytes, for_compile=True)
+
+
+def test_an_export_has_no_functions():
+    graph = recorded(Net())
+    plan = Plan((Region("a", then=(CallName("relu()"), CallName("dropout()"))),))
+    for to in ("torch", "fsdp"):
+        found = export(graph, plan, to)
+        assert any("2 functions between modules are not recomputed" in loss for loss in found.losses)
+        assert [region.path for region in found.plan.regions] == ["a"]
+    with pytest.raises(UsageError, match="recomputes functions between modules only"):
+        export(graph, Plan((span("relu()", "dropout()"),)), "fsdp")
+
+
+class Functional(nn.Module):
+    """A network as in torch's tutorials: all between its layers are functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6))
+        self.last = nn.Linear(4 * 64, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.last(F.max_pool2d(x, 2).flatten(1)).sum()
+
+
+def test_plans_of_functional_code():
+    seed()
+    model, batch = Functional(), torch.ones(16, 4, 16, 16)
+    graph = ar.trace(model, batch, optimizer=None)
+    curve = ar.frontier(graph)
+    free = min(p.peak_bytes for p in curve.points if p.overhead_flops == 0)
+    modules_only = ar.frontier(graph, for_compile=True).points[0].peak_bytes
+    assert curve.points[0].peak_bytes < free < modules_only, "gelus run again, which costs no FLOPs that count"
+    plan = ar.plan(model, batch, budget=curve.points[0].peak_bytes, optimizer=None)
+    assert ar.verify(model, batch, plan, optimizer=None).equal
+    measured = ar.measure(model, batch, plan, optimizer=None, num_steps=0, plain=False).planned.peak_bytes
+    assert plan.planned.peak_bytes == measured
+
+
+# -- random networks ----------------------------------------------------------------------------------------------
+
+STEPS = ("linear", "tanh", "relu_", "skip", "drop", "view", "cat", "mul", "module", "add_", "chunk", "norm", "grad")
+
+
+class Random(nn.Module):
+    """Random steps, some of them of modules and most of them of functions; blocks of them inside."""
+
+    def __init__(self, choose, depth):
+        super().__init__()
+        self.steps = choose.choices(STEPS, k=choose.randint(2, 7))
+        self.layers = nn.ModuleList(self._layer(step, choose, depth) for step in self.steps)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1, WIDTH))
+
+    def _layer(self, step, choose, depth):
+        if step == "module" and depth:
+            return Random(choose, depth - 1)
+        return nn.BatchNorm1d(WIDTH) if step == "norm" else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        start = x
+        for step, layer in zip(self.steps, self.layers, strict=True):
+            x = self.step(step, layer, x, start)
+        return x
+
+    def step(self, step, layer, x, start):
+        match step:
+            case "linear":
+                return F.linear(x, layer.weight, layer.bias)
+            case "tanh":
+                return torch.tanh(x)
+            case "relu_":
+                return F.relu(x * 2, inplace=True)
+            case "skip":
+                return x + start
+            case "drop":
+                return F.dropout(x, 0.3)
+            case "view":
+                return x.view(-1, 2).t().reshape(x.shape)
+            case "cat":
+                return torch.cat([x[:, : WIDTH // 2].exp(), start.narrow(1, 0, WIDTH // 2)], dim=1).sin()
+            case "mul":
+                return x * self.weight
+            case "add_":
+                y = x * 0.5
+                y += start
+                return y
+            case "chunk":
+                left, right = x.chunk(2, dim=1)
+                return torch.cat((right.sigmoid(), left), dim=1)
+            case "grad":
+                with torch.no_grad():
+                    scale = x.abs().mean()
+                return x / (1 + scale)
+            case _:
+                return layer(x)
+
+
+def random_network(choose):
+    seed()
+    model = nn.Sequential(*(Random(choose, 1) for _ in range(choose.randint(1, 2))))
+    model.append(nn.Linear(WIDTH, WIDTH))
+    return model
+
+
+def random_spans(choose, graph, calls, depth):
+    """Regions of some of these sibling calls, with others inside."""
+    found, at = [], 0
+    while at < len(calls):
+        size = choose.randint(1, min(6, len(calls) - at))
+        own = calls[at : at + size]
+        at += size
+        if choose.random() < 0.3 or obstacle(graph, *own) is not None:
+            continue
+        inside = []
+        if depth and size > 1:
+            inside = [s for s in random_spans(choose, graph, own, depth - 1) if len(s.calls) < size]
+        elif depth:
+            inside = random_spans(choose, graph, children(graph, own[0]), depth - 1)
+        found.append(RegionSpec(own[0], then=tuple(own[1:]), children=tuple(inside)))
+    return found
+
+
+def unchanged(graph, spec):
+    """A region that stores nothing which an op outside of it changes: recompute would refuse that."""
+    inside = set(Extent(graph, spec.calls).indices())
+    changed = {s for op in graph.ops if op.index not in inside for s in op.mutates}
+    return dataclasses.replace(
+        spec, kept=spec.kept - changed, children=tuple(unchanged(graph, child) for child in spec.children)
+    )
+
+
+def children(graph, call):
+    return [c.index for c in graph.calls if c.parent == call]
+
+
+def check_random(number):
+    """Train a random network under random regions; returns the plan."""
+    choose = random.Random(number)
+    model = random_network(choose)
+    graph = recorded(model, loss=square)
+    top = children(graph, 0)
+    around = choose.choice([top, *(children(graph, call) for call in top)])
+    hand = random_spans(choose, graph, around, 2)
+    specs = [with_random_saves(choose, graph, spec) for spec in hand]
+    specs = [unchanged(graph, spec) for spec in specs]
+    specs = next(some for some in (specs, hand, []) if is_legal(graph, some))
+    plan = Plan(describe_all(graph, specs))
+    assert_equal_to_plain(model, BATCH, plan, square)
+    assert specs == [] or sorted(s.calls for s in resolve(graph, plan)) == sorted(s.calls for s in specs)
+    return plan
+
+
+def square(y):
+    return y.square().sum()
+
+
+def functions_in(regions):
+    inner = itertools.chain.from_iterable(functions_in(region.children) for region in regions)
+    return [call.path for region in regions for call in region.calls if call.path.endswith("()")] + list(inner)
+
+
+def test_random_networks(all_functions):
+    plans = [check_random(number) for number in range(40)]
+    assert len({path.rpartition(".")[2] for plan in plans for path in functions_in(plan.regions)}) > 10
+
+
+@pytest.mark.slow
+def test_many_random_networks(all_functions):
+    for number in range(1000, 1000 + int(os.environ.get("AUTOREMAT_EXAMPLES", "200"))):
+        check_random(number)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_regions_take_the_bytes_that_the_ledger_predicts(all_functions, number):
+    choose = random.Random(number)
+    model, batch = random_network(choose), (torch.ones(512, WIDTH),)
+    graph = recorded(model, batch, loss=square)
+    specs = [s for call in children(graph, 0) for s in random_spans(choose, graph, children(graph, call), 0)]
+    plan = Plan(describe_all(graph, specs))
+    predicted = ar.profile(graph, plan).peak_bytes
+    dry = dry_run(model, batch, plan, optimizer=None, loss=square).peak_bytes
+    measured = ar.measure(model, batch, plan, optimizer=None, loss=square, num_steps=0, plain=False).planned.peak_bytes
+    assert predicted == dry == measured
