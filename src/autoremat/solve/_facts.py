@@ -101,6 +101,8 @@ class Facts:
             stop: Op after the last.
             only_older: Leave out storages that these ops make.
         """
+        if not self.changed:
+            return []
         first, last = np.searchsorted(self.changed_reads[0], (start, stop))
         ops, storages, births = self.changed_reads[:, first:last]
         some = births < start if only_older else slice(None)

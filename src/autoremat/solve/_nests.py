@@ -30,7 +30,7 @@ from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._options import Option, RegionCost, cost_around
 from autoremat.solve._rows import Calls
 from autoremat.solve._segments import SLACK_OPS, Candidate, Nest, Segments
-from autoremat.solve._units import moved
+from autoremat.solve._units import Inner, moved
 
 SET_SHARES = (0.02, 0.4)
 """Store sets: which share of what recomputing all costs is left to recompute."""
@@ -40,12 +40,17 @@ StoreSets = tuple[tuple[frozenset[int], ...], ...]
 
 def store_sets(facts: Facts, segments: Segments, options: Sequence[Sequence[Option]]) -> StoreSets:
     """What nests may store, the empty set first."""
+    hulls: dict[int, tuple[Inner, list[tuple[int, Option]]]] = {}
     cover = _cover(segments)
-    curves = [_hull(facts, segments.candidates[number], options[number]) for number in cover]
+    for number in cover:
+        candidate = segments.candidates[number]
+        if candidate.kind not in hulls:
+            hulls[candidate.kind] = candidate.members[0], _hull(facts, candidate, options[number])
+    kinds = [segments.candidates[number].kind for number in cover]
     steps = sorted(
         ((b.weight - a.weight) / max(1, size_a - size_b), b.weight - a.weight)
-        for curve in curves
-        for (size_a, a), (size_b, b) in pairwise(curve)
+        for kind in kinds
+        for (size_a, a), (size_b, b) in pairwise(hulls[kind][1])
     )
     total = sum(cost for _, cost in steps)
     num_steps = len(facts.spans)
@@ -53,11 +58,10 @@ def store_sets(facts: Facts, segments: Segments, options: Sequence[Sequence[Opti
     for share in SET_SHARES if total > 0 else ():
         sums = np.cumsum([cost for _, cost in steps])
         price = steps[int(np.searchsorted(sums, share * total))][0]
-        chosen = [
-            (segments.candidates[n].members, _at_price(c, price).kept) for n, c in zip(cover, curves, strict=True)
-        ]
+        chosen = {kind: (source, _at_price(hull, price).kept) for kind, (source, hull) in hulls.items()}
+        targets = [(*chosen[kind], segments.candidates[n].members) for n, kind in zip(cover, kinds, strict=True)]
         by_step = (
-            frozenset(s for members, kept in chosen for s in moved(facts, members[0], members[step], kept))
+            frozenset(s for source, kept, members in targets for s in moved(facts, source, members[step], kept))
             for step in range(num_steps)
         )
         found[tuple(by_step)] = None
