@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,11 +70,28 @@ _REGION, _NO_REGION = -1, -2
 """In place of the state inside."""
 
 
-_Move = tuple[int, int, float, float, int, int, int, int]
-"""A way on from a position of one part: least memory with which it can be taken and the end be reached; memory that
-leaves nothing to be wanted; what it costs at least, with all that follows; its own cost; memory at the position reached
-less memory here; state there; state at the start of the part inside a nest (negative for others), and memory there less
-memory here. Memory counts from the level of a part at a position."""
+class _Moves(NamedTuple):
+    """Ways on from a position of one part, as columns. Memory counts from the level of a part at a position.
+
+    Attributes:
+        demand: Least memory with which each can be taken and the end be reached.
+        top: Memory that leaves nothing to be wanted.
+        least: What it costs at least, with all that follows.
+        cost: Its own cost.
+        gain: Memory at the position reached less memory here.
+        behind: State there.
+        inside: State at the start of the part inside a nest; negative for others.
+        inner_gain: Memory there less memory here.
+    """
+
+    demand: Bytes
+    top: Bytes
+    least: Costs
+    cost: Costs
+    gain: Bytes
+    behind: Bytes
+    inside: Bytes
+    inner_gain: Bytes
 
 
 class Table:
@@ -105,9 +123,10 @@ class Table:
         self._from: list[tuple[Bytes, Bytes] | None] = []
         """For each state: the ways on, and the states behind them."""
         self._needs: Bytes = np.zeros(1024, np.int64)
-        self._limits: list[tuple[int, int, float]] = []
+        self._tops: Bytes = np.zeros(1024, np.int64)
+        self._leasts: Costs = np.zeros(1024)
         """For each state: least memory, memory that leaves nothing to be wanted, and what is left to pay then."""
-        self._read: dict[int, list[tuple[int, _Move]]] = {}
+        self._read: dict[int, list[tuple[Any, ...]]] = {}
         """For states that plans came by: the ways on, those that may cost least first."""
         self._known: dict[tuple[bytes, ...], int] = {}
         self._longest: dict[int | None, tuple[_Part, Bytes]] = {}
@@ -211,47 +230,47 @@ class Table:
         self._state[part.row, part.end - done : part.end] = self._state[other.row, other.end - done : other.end]
         return done
 
-    def _moves_of(self, rows: Bytes, behind: Bytes) -> list[_Move]:
-        demands, gains, _, _, insides, inner_gains = rows.T.tolist()
-        costs = rows[:, _COST].copy().view(np.float64).tolist()
-        limits, found = self._limits, []
-        each = zip(demands, gains, costs, insides, inner_gains, behind.tolist(), strict=True)
-        for own_demand, gain, cost, inside, inner_gain, state in each:
-            need, top, least = limits[state]
-            demand, top, least = max(own_demand, need - gain), top - gain, cost + least
-            if inside >= 0:
-                _, inner_top, inner_least = limits[inside]
-                top, least = max(top, inner_top - inner_gain), least + inner_least
-            found.append((demand, max(top, demand), least, cost, gain, state, inside, inner_gain))
-        return found
+    def _moves_of(self, rows: Bytes, behind: Bytes) -> _Moves:
+        demands, gains, _, _, insides, inner_gains = rows.T
+        costs = rows[:, _COST].copy().view(np.float64)
+        needs, tops, leasts = self._needs[behind], self._tops[behind] - gains, costs + self._leasts[behind]
+        nests = np.flatnonzero(insides >= 0)
+        if len(nests):
+            inner = insides[nests]
+            tops[nests] = np.maximum(tops[nests], self._tops[inner] - inner_gains[nests])
+            leasts[nests] += self._leasts[inner]
+        demands = np.maximum(demands, needs - gains)
+        return _Moves(demands, np.maximum(tops, demands), leasts, costs, gains, behind, insides, inner_gains)
 
     def _add(self, values: Costs, need: int, top: int, ways: tuple[Bytes, Bytes] | None = None) -> int:
         """Add a state: costs by slot from the least memory needed on, and memory that leaves nothing to be wanted."""
         number = len(self._values)
         if number == len(self._needs):
-            self._needs = np.concatenate([self._needs, np.zeros_like(self._needs)])
-        self._needs[number] = need
-        self._limits.append((need, top, float(values[-1])))
+            self._needs, self._tops = (np.concatenate([a, np.zeros_like(a)]) for a in (self._needs, self._tops))
+            self._leasts = np.concatenate([self._leasts, np.zeros_like(self._leasts)])
+        self._needs[number], self._tops[number], self._leasts[number] = need, top, values[-1]
         self._values.append(values)
         self._from.append(ways)
         return number
 
     def _solve(self, rows: Bytes, behind: Bytes) -> int:
         """Least cost by slot over all ways on."""
-        moves, width = self._moves_of(rows, behind), self.width
-        need, (_, plain_top, plain_least, _, plain_gain, plain, *_) = min(moves)[0], moves[0]
-        # Nothing is wanted of ways that never cost less than the plain step.
-        top = max([top for _, top, least, *_ in moves if least < plain_least], default=plain_top)
-        top = max(top, plain_top)
+        moves, width, all_values = self._moves_of(rows, behind), self.width, self._values
+        need = int(moves.demand.min())
+        # Nothing is wanted of ways that never cost less than the plain step, the first.
+        top = int(moves.top[moves.least < moves.least[0]].max(initial=moves.top[0]))
         num_slots = -(-(top - need) // width) + 1
-        if len(moves) == 1:
-            values, at = self._values[plain], (need + plain_gain - self._limits[plain][0]) // width
-            return self._add(_from_slot(values, at, num_slots), need, top, (rows, behind))
+        firsts = -((need - moves.demand) // width)
+        aheads = (need + moves.gain - self._needs[behind]) // width
+        if len(rows) == 1:
+            values = _from_slot(all_values[behind[0]], int(aheads[0]), num_slots)
+            return self._add(values, need, top, (rows, behind))
+        inners = (need + moves.inner_gain - self._needs[moves.inside]) // width  # means nothing where none is inside
         best, scratch = np.full(num_slots, np.inf), np.empty(num_slots)
-        search, all_values, limits = best[::-1].searchsorted, self._values, self._limits
+        search = best[::-1].searchsorted
         better = -1, 0, 0, 0.0
-        for demand, _, least, cost, gain, state, inside, inner_gain in moves:
-            first, ahead = -((need - demand) // width), (need + gain - limits[state][0]) // width
+        columns = firsts, aheads, inners, moves.least, moves.cost, behind, moves.inside
+        for first, ahead, inner, least, cost, state, inside in zip(*(c.tolist() for c in columns), strict=True):
             if state == better[0] and first >= better[1] and ahead <= better[2] and cost >= better[3]:
                 continue
             # Costs fall from slot to slot: nothing is gained where the least is not more than what is left at the end.
@@ -262,8 +281,7 @@ class Table:
             values = values[at : at + end - first] if at < len(values) else values[-1:]
             sums = np.add(values, cost, out=scratch[: len(values)])
             if inside >= 0:
-                at = first + (need + inner_gain - limits[inside][0]) // width
-                sums = _plus(_from_slot(all_values[inside], at, end - first), sums, scratch[: end - first])
+                sums = _plus(_from_slot(all_values[inside], first + inner, end - first), sums, scratch[: end - first])
             else:
                 better = state, first, ahead, cost
             stop = first + len(sums)
@@ -300,19 +318,20 @@ class Table:
         if state not in self._read:
             ways = self._from[state]
             assert ways is not None
-            moves = list(enumerate(self._moves_of(*ways)))
-            self._read[state] = sorted(moves, key=lambda pair: pair[1][2])
-        limits, all_values, width = self._limits, self._values, self.width
+            moves = zip(*(column.tolist() for column in self._moves_of(*ways)), strict=True)
+            numbered = ((way, *move) for way, move in enumerate(moves))
+            self._read[state] = sorted(numbered, key=lambda move: move[3])
+        need_of, all_values, width = self._needs.item, self._values, self.width
         found, best = None, (np.inf, 0.0, False, 0, 0)
-        for way, (demand, _, least, cost, gain, behind, inside, inner_gain) in self._read[state]:
+        for way, demand, _, least, cost, gain, behind, inside, inner_gain in self._read[state]:
             if least - _TOLERANCE * abs(least) > best[0]:
                 break
             if demand <= memory:
                 own = cost
                 if inside >= 0:
                     values = all_values[inside]
-                    own += values.item(min((memory + inner_gain - limits[inside][0]) // width, len(values) - 1))
-                left, values = memory + gain - limits[behind][0], all_values[behind]
+                    own += values.item(min((memory + inner_gain - need_of(inside)) // width, len(values) - 1))
+                left, values = memory + gain - need_of(behind), all_values[behind]
                 # Of equals the plain step, which comes first: no region that gains nothing. Then what leaves most.
                 rank = own + values.item(min(left // width, len(values) - 1)), own, way > 0, -left, way
                 if found is None or rank < best:
