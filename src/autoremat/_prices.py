@@ -115,6 +115,7 @@ class Prices:
         ``Prices(graph).peak_bytes(specs) == peak_bytes(graph, expand(graph, specs))``
     """
 
+    @no_garbage_collection()
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
         self._tally = Tally(graph)

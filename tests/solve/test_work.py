@@ -71,6 +71,19 @@ def test_what_a_region_does_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(worked_out) == len(set(worked_out)) > 12
 
 
+def test_no_more_limits_are_tried_where_the_smallest_is_met_and_the_next_has_a_higher_peak() -> None:
+    graph = build_step(tuple((f"h.{i}", LAYER) for i in range(12)), loss_bytes=20)
+    priced: list[int] = []
+
+    def price(specs: Sequence[RegionSpec]) -> int:
+        priced.append(peak_bytes(graph, expand(graph, specs)))
+        return priced[-1]
+
+    planner = Planner(graph, op_cost=[float(op.flops) for op in graph.ops], price=price)
+    assert planner.smallest_bytes == planner._table.smallest_limit
+    assert priced[-2] == planner.smallest_bytes < priced[-1]
+
+
 def test_no_program_is_solved_for_the_bound_of_a_plan_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     solved = []
 

@@ -197,10 +197,17 @@ class Planner:
         return not any(region.children for region in regions) and _is_unnumbered(self._facts.graph, regions)
 
     def _find_smallest(self) -> _Priced:
-        """Of the plans for the smallest limits of the table, the one whose peak is lowest by the ledger."""
+        """Of the plans for the smallest limits of the table, the one whose peak is lowest by the ledger.
+
+        Once a plan is within its limit, larger ones only serve as long as they cost less at the same peak.
+        """
+        is_met, lowest = False, self.plain_bytes
         for attempt in range(NUM_TIGHTEST):
             limit = self._table.smallest_limit + attempt * TIGHTEST_STEPS * self._step
-            self._solve(limit)
+            found = self._solve(limit)
+            if found is None or (is_met and found.peak_bytes > lowest):
+                break
+            is_met, lowest = is_met or found.peak_bytes <= limit, min(lowest, found.peak_bytes)
         if not self._flat and Nearby.is_for(self._problem):
             self._others += self._explored()
         smallest = min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))

@@ -10,7 +10,8 @@ interval for which that does not hold is left out, the smallest ones first.
 
 Known limits: a span has links throughout (each call gets a tensor that the one before returned), since anything else
 is stored anyway; the model's own call is no region, since recomputing everything at once frees nothing where it
-matters; long stacks nest between at most `MAX_CUTS` places; a nest stores one of few sets of outputs.
+matters; long stacks nest between at most `MAX_CUTS` places, at most half of one at once (see `LONG_ROW`); a nest stores
+one of few sets of outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, combinations
 
 from autoremat._replay import Extent
 from autoremat.solve._facts import Facts
@@ -43,6 +44,8 @@ MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
 MAX_CUTS = 36
 """Places between the calls of a stack at which nests may start or stop."""
+LONG_ROW = 64
+"""In rows of more calls nests hold at most half of them: longer ones pay where all runs many times, if at all."""
 SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
 
@@ -286,7 +289,8 @@ def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, 
     wanted: dict[Calls, Calls] = {}
     for row in rows.rows:
         cuts, whole = _cuts(facts, row), _joined(row)
-        parts = [_joined(row[a:b]) for i, a in enumerate(cuts) for b in cuts[i + 1 :] if b - a > 1]
+        most = len(row) // 2 if len(row) > LONG_ROW else len(row)
+        parts = [_joined(row[a:b]) for a, b in combinations(cuts, 2) if 1 < b - a <= most]
         for calls in (*parts, *row):
             wanted.setdefault(calls, whole)
     found = _in_reverse_order(facts, _possible(facts, rows, filter(has_parts, wanted)))
