@@ -4,10 +4,10 @@ All plans of a step are one binary tree of budgets between the smallest possible
 budget in the middle of a cell is solved for, priced by the ledger and corrected until the two agree (the peak that is
 promised is the ledger's); it is never dearer than the plan at the lower end of the cell, and one that is cheaper than
 the plan at the upper end is left out. Where the bound leaves room, in the upper levels of the tree, the exact program
-(`_general`) is asked as well if a step branches, and plans next to one with nests are tried (`_variants`). In small
-steps plans around those of the table are priced beforehand (`_nearby`). A plan depends on the cells around it alone, so
-more budget never costs more, the same budget gives the same plan, and both hold however many budgets were asked for
-before.
+(`_general`) is asked as well if a step branches; in steps of up to a few hundred ops plans next to one with nests are
+tried (`_variants`). In small steps plans around those of the table are priced beforehand (`_nearby`). A plan depends on
+the cells around it alone, so more budget never costs more, the same budget gives the same plan, and both hold however
+many budgets were asked for before.
 
 Known limits: those of `_segments` and `_chain`.
 """
@@ -57,7 +57,7 @@ GENERAL_GAP, GENERAL_GAIN = 0.01, 0.005
 """Gap above which it is asked, and what it has to gain, as shares of the cost of the step."""
 
 MAX_REFINEMENTS, MAX_REFINED_OPS = 16, 500
-"""How many plans next to one with nests are tried, and in steps of at most how many ops: a GPT-2 gained nothing."""
+"""How many plans next to one with nests are tried, in steps of at most so many ops of forward: a GPT-2 gains little."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
 
@@ -111,6 +111,11 @@ class _Cell:
         return self.high - self.low > 1 and self.lower.regions != self.upper.regions
 
     @property
+    def is_coarse(self) -> bool:
+        """Whether it is one of the upper levels."""
+        return self.high - self.low > 1 << (DEPTH - GENERAL_LEVELS)
+
+    @property
     def area(self) -> float:
         """How much is unknown: the rectangle between the two plans."""
         return (self.upper.peak_bytes - self.lower.peak_bytes) * (self.lower.cost - self.upper.cost)
@@ -143,7 +148,7 @@ class Planner:
         self._problem = build_problem(self._facts, op_cost, region_cost, flat=flat)
         self._table = Table(self._problem.chain)
         self._general = General(self._problem) if branches(self._facts) else None
-        self._is_small = len(graph.ops) <= MAX_REFINED_OPS
+        self._is_small = sum(op.phase == "forward" for op in graph.ops) <= MAX_REFINED_OPS
         self._storable = storable(self._problem) if self._is_small else frozenset[int]()
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
@@ -309,16 +314,17 @@ class Planner:
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
             limit += left
-        may_gain = self._general is not None or self._is_small
-        if may_gain and self._leaves_room(best, cell, budget_bytes):
+        if self._general is not None and cell.is_coarse and self._leaves_room(best, budget_bytes):
             best = self._improved(best, cell, budget_bytes)
-            best = self._refined(best, budget_bytes, lambda found: self._is_in(cell, found))
+        if self._is_small and self._leaves_room(best, budget_bytes):
+            starts = dict.fromkeys((best, cell.lower))  # the one for less memory may be of nests, which can store more
+            refined = [self._refined(p, budget_bytes, lambda found: self._is_in(cell, found)) for p in starts]
+            best = min(refined, key=lambda p: (p.rank, p.peak_bytes))
         return self._pruned(best, cell, budget_bytes)
 
     def _improved(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
         """A better plan by the exact program, where a step branches."""
-        if self._general is None:
-            return best
+        assert self._general is not None
         limit, below = budget_bytes, best.cost - GENERAL_GAIN * sum(self._op_cost)
         for _ in range(MAX_ROUNDS):
             regions = self._general.solve(limit, below=below).regions
@@ -330,11 +336,10 @@ class Planner:
             limit -= found.peak_bytes - budget_bytes
         return best
 
-    def _leaves_room(self, best: _Priced, cell: _Cell, budget_bytes: int) -> bool:
-        """Whether the bound allows a much better plan, in a cell of the upper levels."""
-        is_fine = cell.high - cell.low <= 2 ** (DEPTH - GENERAL_LEVELS)
+    def _leaves_room(self, best: _Priced, budget_bytes: int) -> bool:
+        """Whether the bound allows a much better plan."""
         room = GENERAL_GAP * sum(self._op_cost)
-        return not is_fine and best.cost > room and best.cost - self._bound.at(budget_bytes) > room
+        return best.cost > room and best.cost > room + self._bound.at(budget_bytes)
 
     def _refined(self, best: _Priced, budget_bytes: int, is_allowed: Callable[[_Priced], bool]) -> _Priced:
         """The plan with outputs stored in its nests that the table did not think of, the most gain first."""
