@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +73,26 @@ def test_a_circle_and_too_many_choices_are_left_to_the_integer_program(monkeypat
     units[0].reads = {5}
     monkeypatch.undo()
     assert best_choices(units, tie_break=TIE_BREAK) is None
+
+
+def test_sixteen_branches_are_few_enough() -> None:
+    """Spans of a few layers of a Llama have as many choices."""
+    draw, depth, num_branches = random.Random(1), 6, 16
+    units = [
+        Unit(
+            ops=[i],
+            storages=[i],
+            reads={i - 1} if i % depth else set(),
+            needed=[i],
+            bytes_of={i: draw.randint(1, 10**6)},
+            cost=draw.random(),
+        )
+        for i in range(num_branches * depth)
+    ]
+    last = len(units)
+    ends = set(range(depth - 1, last, depth))
+    units.append(Unit(ops=[last], storages=[last], reads=ends, needed=[last], bytes_of={last: 5}, cost=1.0))
+    assert best_choices(units, tie_break=TIE_BREAK) is not None
 
 
 def test_where_there_are_many_some_at_knees_and_some_in_equal_steps_are_taken() -> None:

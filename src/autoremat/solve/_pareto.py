@@ -21,7 +21,7 @@ from autoremat.solve._units import Unit
 
 Ints = NDArray[np.int64]
 
-MAX_CHOICES = 8192
+MAX_CHOICES = 32768
 """Choices looked at for one unit before giving up: graphs that branch widely are for the integer program."""
 _RESOLUTION = float(2**40)
 """Costs are counted in so many parts of the cost of everything: sums of integers do not depend on their order."""
