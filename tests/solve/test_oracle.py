@@ -48,7 +48,7 @@ def test_no_hook_runs_an_op_again_between_two_ops_of_one_node() -> None:
     graph = build_step(tuple((f"h.{i}", ((kind, 0, size),)) for i, (kind, size) in enumerate(kinds)), loss_bytes=10)
     op_cost = [float(op.flops + op.moved_bytes) for op in graph.ops]
     planner = Planner(graph, op_cost=op_cost, price=lambda specs: peak_bytes(graph, expand(graph, specs)))
-    budget = planner.smallest_bytes
+    budget = planner.smallest_bytes + 1
     of_hooks = Checkmate(graph, op_cost, where_read=True).optimum(budget)
     assert planner.plan(budget).cost == pytest.approx(of_hooks)
     optimum = Checkmate(graph, op_cost).optimum(budget)

@@ -5,9 +5,9 @@ budget in the middle of a cell is solved for, priced by the ledger and corrected
 promised is the ledger's); it is never dearer than the plan at the lower end of the cell, and one that is cheaper than
 the plan at the upper end is left out. Where the bound leaves room, in the upper levels of the tree, the exact program
 (`_general`) is asked as well if a step branches; in steps of up to a few hundred ops plans next to one with nests are
-tried (`_variants`). In small steps plans around those of the table are priced beforehand (`_nearby`). A plan depends on
-the cells around it alone, so more budget never costs more, the same budget gives the same plan, and both hold however
-many budgets were asked for before.
+tried (`_variants`). In small steps the longest row is solved by stages (`_stages`), and plans around those of the table
+are priced beforehand (`_nearby`), unless that row is all there is. A plan depends on the cells around it alone, so more
+budget never costs more, the same budget gives the same plan, and both hold however many budgets were asked for before.
 
 Known limits: those of `_segments` and `_chain`.
 """
@@ -18,7 +18,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from autoremat._expand import no_garbage_collection
 from autoremat._regions import describe_all
@@ -32,6 +32,7 @@ from autoremat.solve._nearby import Nearby, explore
 from autoremat.solve._options import RegionCost
 from autoremat.solve._problem import FindWork, build_problem, costs_of
 from autoremat.solve._segments import is_possible
+from autoremat.solve._stages import Stages
 from autoremat.solve._table import Table
 from autoremat.solve._variants import storable, stores_more
 
@@ -56,10 +57,16 @@ GENERAL_LEVELS = 4
 GENERAL_GAP, GENERAL_GAIN = 0.01, 0.005
 """Gap above which it is asked, and what it has to gain, as shares of the cost of the step."""
 
+STAGES_LEVELS, STAGES_GAIN = 6, 0.001
+"""In how many levels a row is solved by stages, and what that may gain at least, as a share of the cost of the step."""
 MAX_REFINEMENTS, MAX_REFINED_OPS = 16, 500
 """How many plans next to one with nests are tried, in steps of at most so many ops of forward: a GPT-2 gains little."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
+Regions = tuple[RegionSpec, ...]
+IsAllowed = Callable[["_Priced"], bool]
+Solve = Callable[[int, float], Regions | None]
+"""The cheapest regions within a limit that cost less than something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,8 @@ class Planner:
         self._general = General(self._problem) if branches(self._facts) else None
         self._is_small = sum(op.phase == "forward" for op in graph.ops) <= MAX_REFINED_OPS
         self._storable = storable(self._problem) if self._is_small else frozenset[int]()
+        self._is_tiny = not flat and Nearby.is_for(self._problem)
+        self._stages = Stages.of(self._problem, self._storable, op_cost) if self._is_tiny else None
         self._price = price
         self._known: dict[tuple[RegionSpec, ...], _Priced] = {}
         self._costs: dict[RegionSpec, tuple[float, float]] = {}
@@ -213,9 +222,10 @@ class Planner:
             if found is None or (is_met and found.peak_bytes > lowest):
                 break
             is_met, lowest = is_met or found.peak_bytes <= limit, min(lowest, found.peak_bytes)
-        if not self._flat and Nearby.is_for(self._problem):
+        smallest = self._lowest()
+        if self._is_tiny and not (self._stages and self._stages.is_exact):
             self._others += self._explored()
-        smallest = min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
+            smallest = self._lowest()
         return self._refined(smallest, smallest.peak_bytes, lambda found: True)
 
     @no_garbage_collection()
@@ -226,6 +236,21 @@ class Planner:
             self._solve(low + width * part // NUM_SEEDS)
         near, scale = Nearby(self._problem, self._storable), (sum(self._op_cost) or 1.0, self.plain_bytes)
         return explore(list(self._known.values()), near, self._rank_of, self._priced, scale=scale)
+
+    def _lowest(self) -> _Priced:
+        """The known plan with the smallest peak, or the one by stages, if that is lower or costs less."""
+        smallest = min(self._known.values(), key=lambda p: (p.peak_bytes, p.rank))
+        if self._stages is None:
+            return smallest
+        low = self._stages.least_bytes - 1
+        while smallest.peak_bytes - low > self._step:
+            middle = (low + smallest.peak_bytes) // 2
+            regions = self._stages.solve(middle)
+            if regions is not None and self._priced(regions).peak_bytes <= middle:
+                smallest = self._priced(regions)
+            else:
+                low = middle
+        return self._improved(smallest, smallest.peak_bytes, lambda found: True, self._stages.solve)
 
     def plan(self, budget_bytes: int) -> Solution:
         """The cheapest regions found for a budget.
@@ -314,34 +339,47 @@ class Planner:
             if was_over or left <= slack or found.rank <= cell.upper.rank:
                 break
             limit += left
+        allowed = partial(self._is_in, cell)
+        if self._stages is not None and self._is_wide(cell, best):
+            best = self._improved(best, budget_bytes, allowed, self._stages.solve)
         if self._general is not None and cell.is_coarse and self._leaves_room(best, budget_bytes):
-            best = self._improved(best, cell, budget_bytes)
+            best = self._improved(best, budget_bytes, allowed, self._by_program, gain=GENERAL_GAIN * sum(self._op_cost))
         if self._is_small and self._leaves_room(best, budget_bytes):
             starts = dict.fromkeys((best, cell.lower))  # the one for less memory may be of nests, which can store more
-            refined = [self._refined(p, budget_bytes, lambda found: self._is_in(cell, found)) for p in starts]
+            refined = [self._refined(p, budget_bytes, allowed) for p in starts]
             best = min(refined, key=lambda p: (p.rank, p.peak_bytes))
         return self._pruned(best, cell, budget_bytes)
 
-    def _improved(self, best: _Priced, cell: _Cell, budget_bytes: int) -> _Priced:
-        """A better plan by the exact program, where a step branches."""
-        assert self._general is not None
-        limit, below = budget_bytes, best.cost - GENERAL_GAIN * sum(self._op_cost)
+    def _by_program(self, limit_bytes: int, below: float) -> Regions | None:
+        """What the exact program finds, where a step branches."""
+        return None if self._general is None else self._general.solve(limit_bytes, below=below).regions
+
+    def _improved(
+        self, best: _Priced, budget_bytes: int, is_allowed: IsAllowed, solve: Solve, *, gain: float = 0.0
+    ) -> _Priced:
+        """A plan that another solver finds and that costs less than the best, by so much at least."""
+        limit, below = budget_bytes, best.cost - gain
         for _ in range(MAX_ROUNDS):
-            regions = self._general.solve(limit, below=below).regions
+            regions = solve(limit, below)
             if regions is None:
                 break
             found = self._priced(regions)
             if found.peak_bytes <= budget_bytes:
-                return found if self._is_in(cell, found) and found.rank < best.rank else best
+                return found if is_allowed(found) and found.rank < best.rank else best
             limit -= found.peak_bytes - budget_bytes
         return best
+
+    def _is_wide(self, cell: _Cell, best: _Priced) -> bool:
+        """Whether solving by stages may gain anything worth it in a cell."""
+        is_fine = cell.high - cell.low <= 2 ** (DEPTH - STAGES_LEVELS)
+        return not is_fine and best.cost - cell.upper.cost > STAGES_GAIN * sum(self._op_cost)
 
     def _leaves_room(self, best: _Priced, budget_bytes: int) -> bool:
         """Whether the bound allows a much better plan."""
         room = GENERAL_GAP * sum(self._op_cost)
         return best.cost > room and best.cost > room + self._bound.at(budget_bytes)
 
-    def _refined(self, best: _Priced, budget_bytes: int, is_allowed: Callable[[_Priced], bool]) -> _Priced:
+    def _refined(self, best: _Priced, budget_bytes: int, is_allowed: IsAllowed) -> _Priced:
         """The plan with outputs stored in its nests that the table did not think of, the most gain first."""
         if not self._is_small:
             return best
