@@ -187,6 +187,11 @@ class Checkmate:
         highs.setOptionValue("time_limit", time_limit_s)
         highs.passModel(lp)
         highs.run()
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            # HiGHS 1.16 presolves a few programs that have solutions to ones that have none.
+            highs.setOptionValue("presolve", "off")
+            highs.clearSolver()
+            highs.run()
         status = highs.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return float("inf")

@@ -81,3 +81,10 @@ def test_the_oracle_knows_the_plain_peak_and_what_is_too_little() -> None:
     assert oracle.optimum(peak) == 0
     assert (oracle.optimum(peak - 1) or 0) > 0
     assert oracle.optimum(1) == math.inf
+
+
+def test_the_oracle_finds_the_only_way_there_is() -> None:
+    """HiGHS 1.16 presolves this program to one that has no solution."""
+    kinds = (("norm", 2), ("norm", 3), ("linear", 3), ("linear", 1), ("linear", 8))
+    graph = build_step(tuple((f"h.{i}", ((kind, 0, size),)) for i, (kind, size) in enumerate(kinds)), loss_bytes=5)
+    assert Checkmate(graph, [float(op.flops + op.moved_bytes) for op in graph.ops]).optimum(24) == pytest.approx(16)
