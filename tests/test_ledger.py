@@ -118,7 +118,7 @@ def test_recompute_leaves_out_what_only_stored_outputs_need():
 def test_what_is_alive_says_which_line_made_it():
     case = MODELS["gpt2"]()
     items = ar.profile(ar.trace(case.build(), case.batch, optimizer=None)).alive_at_peak
-    by_op = {item.name: item for item in items if item.cause == "activation" and item.module.endswith("h.0.attn")}
+    by_op = {item.name: item for item in items if item.cause == "activation" and "h.0.attn" in item.module}
     assert by_op["aten._safe_softmax.default"].line.startswith("transformers/integrations/sdpa_attention.py:")
     assert all(item.line == "" for item in items if item.cause == "parameter")
     graph = ar.trace(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), loss=lambda y: (y * y).exp().sum())

@@ -13,7 +13,7 @@ from autoremat._capture import Recorder, Recording
 from autoremat._own_calls import NO_CALLS, function_name, running_module, takes_part
 from autoremat._step_graph import BEFORE_STEP, FUNCTION, ModuleCall, function_path
 
-MIN_SHARE = 1 / 4
+MIN_SHARE = 1 / 8
 """Functions count in modules that save at least this share of all saved tensors: smaller ones are regions whole."""
 
 
@@ -88,25 +88,31 @@ class RecordCalls(TorchFunctionMode):
 
 
 def drop_small_functions(recording: Recording) -> None:
-    """Forget calls of functions in modules that are small enough to be regions, and those that cannot be regions.
+    """Forget calls of functions that nobody gains anything from, or that cannot be regions.
 
-    Those are the ones that return nothing which takes part in autograd, and that change buffers: recompute puts back
-    buffers of modules, not of functions.
+    The first are those in modules that are small enough to be regions, and the only call of a module. The others return
+    nothing that takes part in autograd, or change buffers: recompute puts back those of modules, not of functions.
     """
-    calls = recording.calls
-    sizes = _num_saved(recording)
-    kept: list[ModuleCall] = []
-    place: dict[int, int] = {-1: -1}
+    calls, sizes = recording.calls, _num_saved(recording)
     roots: dict[int, int] = {}
     for call in calls:
         roots[call.index] = roots.get(call.parent, call.index)
-        is_small = sizes[call.parent] < MIN_SHARE * sizes[roots[call.index]]
-        if call.is_function and (is_small or not call.outputs or _changes_state(recording, call)):
-            place[call.index] = place[call.parent]
-        else:
-            place[call.index] = len(kept)
-            kept.append(call)
-    stays = {call.index for call in kept}
+
+    def is_region(call: ModuleCall) -> bool:
+        is_large = sizes[call.parent] >= MIN_SHARE * sizes[roots[call.index]]
+        return is_large and bool(call.outputs) and not _changes_state(recording, call)
+
+    stays = [call for call in calls if not call.is_function or is_region(call)]
+    siblings = Counter(call.parent for call in stays)
+    _keep(recording, [call for call in stays if not call.is_function or siblings[call.parent] > 1])
+
+
+def _keep(recording: Recording, kept: list[ModuleCall]) -> None:
+    """Forget all other calls: what happened in them happened in those around them."""
+    place = {-1: -1} | {call.index: position for position, call in enumerate(kept)}
+    stays = set(place)
+    for call in recording.calls:
+        place.setdefault(call.index, place[call.parent])
     recording.calls = [
         dataclasses.replace(
             call,

@@ -34,7 +34,7 @@ class LiveItem(JsonResult):
 
     Attributes:
         cause: What they are.
-        module: Path of the module call that made them, "" for the model's own forward or the loss.
+        module: Path of the module or function call that made them, "" for the model's own forward or the loss.
         name: Op that made them, or the parameter's name for what is there before the step.
         num_bytes: Their bytes, once per storage.
         num_storages: How many there are.

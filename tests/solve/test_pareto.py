@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import highspy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,3 +109,32 @@ def test_where_there_are_many_some_at_knees_and_some_in_equal_steps_are_taken() 
     assert {0, 50, 99} <= set(taken)
     assert len(taken) <= 9
     assert taken == sorted(taken, reverse=True)
+
+
+class Losing:
+    """HiGHS that says after a change of the limit that it knows nothing, until it starts anew."""
+
+    def __init__(self, highs: Any) -> None:
+        self._highs = highs
+        self._is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._highs, name)
+
+    def changeRowBounds(self, *args: Any) -> None:  # noqa: N802 (its name there)
+        self._is_lost = True
+        self._highs.changeRowBounds(*args)
+
+    def clearSolver(self) -> None:  # noqa: N802
+        self._is_lost = False
+        self._highs.clearSolver()
+
+    def getModelStatus(self) -> Any:  # noqa: N802
+        return highspy.HighsModelStatus.kUnknown if self._is_lost else self._highs.getModelStatus()
+
+
+def test_a_solver_that_loses_its_way_starts_anew() -> None:
+    program, lost = (Program(chain(6), tie_break=TIE_BREAK, is_integer=False) for _ in range(2))
+    lost._highs = Losing(lost._highs)
+    for limit in (20, 10, 5):
+        assert lost.rounded(limit) == program.rounded(limit)

@@ -113,5 +113,8 @@ class Program:
         limit = highspy.kHighsInf if limit_bytes is None else _SCALE * limit_bytes / self.total_bytes
         self._highs.changeRowBounds(self._limit_row, -highspy.kHighsInf, limit)
         self._highs.run()
+        if self._highs.getModelStatus() == highspy.HighsModelStatus.kUnknown:  # lost on its way from the limit before
+            self._highs.clearSolver()
+            self._highs.run()
         status = self._highs.getModelStatus()
         assert status == highspy.HighsModelStatus.kOptimal, f"running everything again is always possible: {status}"
