@@ -71,15 +71,6 @@ def test_nests_of_a_long_stack_end_alike(monkeypatch: pytest.MonkeyPatch) -> Non
     assert edges == {(a, b) for a in cuts for b in cuts if b - a > 1}
 
 
-@pytest.mark.parametrize(("num_layers", "longest"), [(8, 8), (9, 4)])
-def test_nests_of_a_long_row_hold_at_most_half_of_it(
-    monkeypatch: pytest.MonkeyPatch, num_layers: int, longest: int
-) -> None:
-    monkeypatch.setattr("autoremat.solve._segments.LONG_ROW", 8)
-    graph = build_step(tuple((f"h.{i}", BLOCK) for i in range(num_layers)))
-    assert max(len(nest.members[0]) for nest in segments_of(graph)[1].nests) == longest
-
-
 def test_a_span_ends_where_a_call_gets_something_else() -> None:
     graph = build_step((("h.0", BLOCK), ("h.1", BLOCK)))
     calls = tuple(dataclasses.replace(call, links=()) for call in graph.calls)

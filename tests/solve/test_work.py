@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from autoremat._ledger import expand, peak_bytes
 from autoremat._prices import Prices
 from autoremat._replay import RegionSpec
 from autoremat.solve import Planner
+from autoremat.solve._facts import collect_facts
 from autoremat.solve._nests import NestDemands
 from autoremat.solve._options import enumerate_options
+from autoremat.solve._problem import build_problem
 from autoremat.solve._program import Program
 from strategies import Recipe, build_step
 
@@ -56,6 +59,23 @@ def test_equal_layers_are_solved_once_and_share_the_states_of_the_table(monkeypa
     assert many[:2] == few[:2]
     assert many[2] <= 2 * few[2]
     assert max(few[3], many[3]) <= 80
+
+
+@pytest.mark.parametrize(("num_layers", "longest"), [(8, 8), (9, 4)])
+def test_nests_of_more_than_half_of_a_long_row_store_nothing(
+    monkeypatch: pytest.MonkeyPatch, num_layers: int, longest: int
+) -> None:
+    monkeypatch.setattr("autoremat.solve._nests.LONG_ROW", 8)
+    narrow: Recipe = (("linear", 0, 2), ("norm", 0, 2), ("gelu", 0, 2), ("linear", 0, 8), ("add", 2, 8), ("gelu", 0, 8))
+    graph = build_step(tuple((f"h.{i}", narrow) for i in range(num_layers)))
+    costs = [float(op.flops) for op in graph.ops]
+    problem = build_problem(collect_facts(graph, costs), costs)
+    found: dict[int, int] = {}
+    for nest in chain.from_iterable(problem.chain.nests):
+        length = len(problem.segments.nests[-1 - nest.number].members[0])
+        found[nest.stores] = max(length, found.get(nest.stores, 0))
+    assert found.pop(0) == num_layers
+    assert set(found.values()) == {longest}
 
 
 def test_what_a_region_does_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

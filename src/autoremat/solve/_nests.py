@@ -9,7 +9,8 @@ one price of a byte, from a price at which all that is costly to make is stored,
 first set is empty.
 
 Known limits: in the nest's first run what several of its calls saved is not counted as dropped before the last of
-these has ended; inside another nest, what that one stores of a call counts as alive until the call has ended.
+these has ended; inside another nest, what that one stores of a call counts as alive until the call has ended; nests
+of more than half of a long row store nothing (see `LONG_ROW`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from autoremat.solve._units import Inner, moved
 
 SET_SHARES = (0.02, 0.4)
 """Store sets: which share of what recomputing all costs is left to recompute."""
+LONG_ROW = 64
+"""In rows of more calls, nests of more than half of them store nothing: they serve where there is no memory for it."""
 StoreSets = tuple[tuple[frozenset[int], ...], ...]
 """Storages, by micro-step and set."""
 
@@ -216,8 +219,10 @@ class NestDemands:
         stacks = [self._stack(row) for row in nest.rows]
         first, last = (stacks[0].calls.index(nest.members[0][place]) for place in (0, -1))
         held = [self._held_bytes(calls) for calls in nest.members]
-        for stores in range(len(self._sets[0])):
-            spans, at = [self._spans_from(stack, first, stores) for stack in stacks], last - first
+        num, at = len(stacks[0].calls), last - first
+        may_store = num <= LONG_ROW or at < num // 2
+        for stores in range(len(self._sets[0]) if may_store else 1):
+            spans = [self._spans_from(stack, first, stores) for stack in stacks]
             if stores and not any(span.num_stored[at] for span in spans):
                 continue
             forward = [span.forward[:, at] + kept_alive for span, kept_alive in zip(spans, held, strict=True)]

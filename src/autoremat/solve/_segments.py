@@ -10,8 +10,7 @@ interval for which that does not hold is left out, the smallest ones first.
 
 Known limits: a span has links throughout (each call gets a tensor that the one before returned), since anything else
 is stored anyway; the model's own call is no region, since recomputing everything at once frees nothing where it
-matters; long stacks nest between at most `MAX_CUTS` places, at most half of one at once (see `LONG_ROW`); a nest stores
-one of few sets of outputs.
+matters; long stacks nest between at most `MAX_CUTS` places; a nest stores one of few sets of outputs.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
 MAX_CUTS = 36
 """Places between the calls of a stack at which nests may start or stop."""
-LONG_ROW = 64
-"""In rows of more calls nests hold at most half of them: longer ones pay where all runs many times, if at all."""
 SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
 
@@ -289,8 +286,7 @@ def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, 
     wanted: dict[Calls, Calls] = {}
     for row in rows.rows:
         cuts, whole = _cuts(facts, row), _joined(row)
-        most = len(row) // 2 if len(row) > LONG_ROW else len(row)
-        parts = [_joined(row[a:b]) for a, b in combinations(cuts, 2) if 1 < b - a <= most]
+        parts = [_joined(row[a:b]) for a, b in combinations(cuts, 2) if b - a > 1]
         for calls in (*parts, *row):
             wanted.setdefault(calls, whole)
     found = _in_reverse_order(facts, _possible(facts, rows, filter(has_parts, wanted)))
