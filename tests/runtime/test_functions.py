@@ -352,6 +352,19 @@ def for_compile(model):
     return ar.plan(graph, budget=ar.frontier(graph, for_compile=True).points[0].peak_bytes, for_compile=True)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # what the compiler looks at
+def test_modules_compiled_by_themselves_beside_functions():
+    seed()
+    model = Interrupting()
+    model.linear = nn.Sequential(nn.Sequential(model.linear, nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+    expected = torch.autograd.grad(model(*BATCH), list(model.parameters()))
+    model.linear[0].compile(backend="aot_eager", fullgraph=True)
+    with apply(model, Plan((span("tanh()", "sum()"),))) as applied:  # the compiled module calls a tanh, too
+        found = torch.autograd.grad(model(*BATCH), list(model.parameters()))
+        assert [r.num_recomputes for r in applied.executed] == [1]
+    assert all(map(torch.equal, expected, found))
+
+
 def test_an_export_has_no_functions():
     graph = recorded(Net())
     plan = Plan((Region("a", then=(CallName("relu()"), CallName("dropout()"))),))

@@ -381,6 +381,15 @@ def test_recompute_runs_under_the_plan_of_its_forward_whatever_is_on_in_backward
     assert all(region.num_recomputes == 1 for region in other.executed)
 
 
+def test_what_recompute_puts_on_again_is_gone_after_it():
+    model = Chain(2, dropout=0.0)
+    applied = apply(model, Plan(uniform(2, 1)))
+    applied.remove()
+    with applied.as_then(), applied.as_then():
+        assert all(block._forward_hooks and block._forward_pre_hooks for block in model.h)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.h)
+
+
 class Drawing(nn.Module):
     """Draws twice, with something in between."""
 

@@ -82,6 +82,7 @@ class Applied:
         self._compiled = compiled
         self._handle: RemovableHandle | None = None
         self._end_handle: RemovableHandle | None = None
+        self._is_back = False
         for _, recipe in recipes:
             recipe.as_then = self.as_then
         self.put_on()
@@ -152,10 +153,10 @@ class Applied:
     @contextlib.contextmanager
     def as_then(self) -> Iterator[None]:
         """Have the plan on the model, and no other, while a forward that ran under it is run again."""
-        if self.is_on:
+        if self.is_on or self._is_back:
             yield
             return
-        model = self._model()
+        self._is_back, model = True, self._model()
         others = {m: REGIONS.pop(m) for m in (model.modules() if model is not None else ()) if m in REGIONS}
         self._put_on_modules()
         try:
@@ -163,6 +164,7 @@ class Applied:
         finally:
             self._take_off_modules()
             REGIONS.update(others)
+            self._is_back = False
 
     def _put_on_modules(self) -> None:
         for module, entry in self._attached.items():

@@ -339,9 +339,9 @@ def in_compiled_code(model: nn.Module, plan: Plan) -> Iterator[Region]:
     """
     unit_of = {module: unit for unit in compiled_units(model) for module in unit.modules()}
     for region in plan.regions if unit_of else ():
-        paths = [split_function(c.path)[0] if is_function(c.path) else c.path for c in region.calls]
-        modules = [find_module(model, path) for path in paths]
-        units = {unit_of.get(module) for module in modules}
+        modules = [find_module(model, call.path) for call in region.calls if not is_function(call.path)]
+        owners = [find_module(model, split_function(c.path)[0]) for c in region.calls if is_function(c.path)]
+        units = {unit_of.get(module) for module in (*modules, *owners)}
         if units == {None}:
             inner = next((m for module in modules for m in module.modules() if m in unit_of), None)
             if inner is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -55,6 +56,8 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)  # of a module that is compiled by itself
         next_call = None if self._is_covered else self._watched.get(function_name(func))
         if next_call is None or running_module() is not self._owner or not takes_part((args, kwargs)):
             return func(*args, **kwargs)
