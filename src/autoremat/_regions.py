@@ -42,7 +42,7 @@ def describe(graph: StepGraph, spec: RegionSpec) -> Region:
                         op=op.name,
                         occurrence=names[op.index].occurrence,
                         output=output,
-                        module=graph.calls[op.call].path,
+                        module=graph.module_of(op.call).path,
                         num_bytes=graph.storages[storage].num_bytes,
                     )
                 )

@@ -120,10 +120,8 @@ def shard(graph: StepGraph, how: Sharding) -> StepGraph:
             if start <= op.index < stop:
                 return other
         if how.stage == 3 and storage in names and op.phase != "optimizer":
-            call = graph.calls[op.call]
-            module = graph.calls[call.parent] if call.is_function else call
             raise UsageError(
-                f"Module {module.path!r} reads parameter {names[storage]!r} while its unit is not "
+                f"Module {graph.module_of(op.call).path!r} reads parameter {names[storage]!r} while its unit is not "
                 "gathered. Put all that share it into one unit: Sharding(units=...)."
             )
         return storage

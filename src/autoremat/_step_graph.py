@@ -256,6 +256,11 @@ class StepGraph:
         clock = attrgetter("packed")
         return self.saved[bisect_left(self.saved, start, key=clock) : bisect_right(self.saved, end, key=clock)]
 
+    def module_of(self, call: int) -> ModuleCall:
+        """A call, or that of the module which makes it if it is a function's."""
+        found = self.calls[call]
+        return self.calls[found.parent] if found.is_function else found
+
     def subtree(self, call: int) -> range:
         """Indices of a module call and of all calls below it (calls are in order of entry, so they are adjacent)."""
         return range(call, self._stops[call])

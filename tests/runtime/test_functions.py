@@ -344,12 +344,14 @@ def test_what_is_compiled_has_no_functions():
     model, plan = Net(), Plan((span("relu()", "dropout()"),))
     with pytest.raises(PlanError, match=r"has a function among its calls \('relu\(\)'\).*for_compile=True"):
         apply(torch.compile(model, backend="eager"), plan)
-    assert not any(call.path.endswith("()") for r in for_compile(model).regions for call in r.calls)
-
-
-def for_compile(model):
-    graph = recorded(model)
-    return ar.plan(graph, budget=ar.frontier(graph, for_compile=True).points[0].peak_bytes, for_compile=True)
+    blocks = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH) for _ in range(2)))
+    for model in (Net(), blocks):
+        graph = recorded(model, loss=torch.sum)
+        assert any(call.is_function for call in graph.calls)
+        for point in ar.frontier(graph, for_compile=True).points:
+            plan = ar.plan(graph, budget=point.peak_bytes, for_compile=True)
+            assert not functions_in(plan.regions)
+            assert not any(output.module.endswith("()") for region in plan.regions for output in region.saved)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # what the compiler looks at

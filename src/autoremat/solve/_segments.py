@@ -43,6 +43,9 @@ MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
 MAX_CUTS = 36
 """Places between the calls of a stack at which nests may start or stop."""
+LONG_ROW, MANY_OPS = 64, 500
+"""In rows of more calls, in steps of up to so many ops of forward, nests hold at most half of the row: a long nest in a
+long one has a smaller peak, but all runs once more, and from there what is worth storing is not found."""
 SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
 
@@ -105,10 +108,10 @@ def find_segments(facts: Facts, *, flat: bool = False) -> Segments:
 
     Args:
         facts: The step.
-        flat: Only what compiled code can express: no nests, and no single calls of modules that are called again.
+        flat: Only what compiled code can express: no nests, no functions, no single calls of modules called again.
     """
     rows = find_rows(facts, joined=not flat)
-    sizes = _droppable_bytes(facts)
+    sizes = _droppable_bytes(facts, functions=not flat)
     worthwhile = sorted(_worthwhile(facts, sizes), key=lambda c: (-sizes[c], c))
     intervals: list[Calls] = [rows.unfolded(call) for call in worthwhile]
     intervals += _spans(facts, rows.rows, sum(sizes[c] for c in sizes if facts.graph.calls[c].parent == 0))
@@ -156,14 +159,16 @@ def _worthwhile(facts: Facts, sizes: dict[int, int]) -> list[int]:
     return [call for call in sizes if call > 0 and is_worthwhile(call)]
 
 
-def _droppable_bytes(facts: Facts) -> dict[int, int]:
+def _droppable_bytes(facts: Facts, *, functions: bool = True) -> dict[int, int]:
     """Bytes saved in each call of the first micro-step, below the model's own, that are born in it."""
     graph = facts.graph
-    droppable: dict[int, set[int]] = {call.index: set() for call in graph.calls if call.micro_step == 0}
+    droppable: dict[int, set[int]] = {
+        call.index: set() for call in graph.calls if call.micro_step == 0 and (functions or not call.is_function)
+    }
     for record in graph.saved:
         call, born = record.call, graph.storages[record.storage].born
-        while call > 0 and call in droppable:
-            if graph.calls[call].start <= born < graph.calls[call].end:
+        while call > 0:
+            if call in droppable and graph.calls[call].start <= born < graph.calls[call].end:
                 droppable[call].add(record.storage)
             call = graph.calls[call].parent
     return {call: sum(graph.storages[s].num_bytes for s in found) for call, found in droppable.items()}
@@ -284,9 +289,11 @@ def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, 
         return ends[bisect_left(starts, first_end)] <= graph.calls[calls[-1]].end
 
     wanted: dict[Calls, Calls] = {}
+    has_many_ops = sum(op.phase == "forward" for op in facts.graph.ops) > MANY_OPS
     for row in rows.rows:
         cuts, whole = _cuts(facts, row), _joined(row)
-        parts = [_joined(row[a:b]) for a, b in combinations(cuts, 2) if b - a > 1]
+        most = len(row) if has_many_ops or len(row) <= LONG_ROW else len(row) // 2
+        parts = [_joined(row[a:b]) for a, b in combinations(cuts, 2) if 1 < b - a <= most]
         for calls in (*parts, *row):
             wanted.setdefault(calls, whole)
     found = _in_reverse_order(facts, _possible(facts, rows, filter(has_parts, wanted)))
