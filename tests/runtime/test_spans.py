@@ -1,7 +1,9 @@
 """Spans of sibling calls and nested regions, also inside forwards that are not ours: same numbers as plain."""
 
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -374,9 +376,11 @@ def test_recompute_runs_under_the_plan_of_its_forward_whatever_is_on_in_backward
     applied = apply(model, Plan((*nested(2, 3, 2), Region("h.1", children=inside))), check="never")
     loss = model(*BATCH)
     applied.remove()
+    recipes = applied._recipes
+    del applied
     other = apply(model, Plan(then), check="never")
     assert all(map(torch.equal, expected, torch.autograd.grad(loss, parameters)))
-    assert all(region.num_recomputes == 1 for region in applied.executed)
+    assert all(recipe.num_recomputes == 1 for _, recipe in recipes)
     assert all(map(torch.equal, expected, torch.autograd.grad(model(*BATCH), parameters)))
     assert all(region.num_recomputes == 1 for region in other.executed)
 
@@ -388,6 +392,21 @@ def test_what_recompute_puts_on_again_is_gone_after_it():
     with applied.as_then(), applied.as_then():
         assert all(block._forward_hooks and block._forward_pre_hooks for block in model.h)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.h)
+
+
+def test_a_plan_and_its_model_go_without_garbage_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        model = Chain(4, dropout=0.0)
+        applied = apply(model, Plan((*nested(2, 3, 2), span(0, 1))))
+        model(*BATCH).backward()
+        applied.remove()
+        gone = weakref.ref(model), weakref.ref(applied), weakref.ref(model.h[0])
+        del model, applied
+        assert [reference() for reference in gone] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class Drawing(nn.Module):

@@ -84,7 +84,7 @@ class Applied:
         self._end_handle: RemovableHandle | None = None
         self._is_back = False
         for _, recipe in recipes:
-            recipe.as_then = self.as_then
+            recipe.plan = weakref.ref(self)
         self.put_on()
 
     @property

@@ -53,6 +53,7 @@ class Frame:
     Attributes:
         recipe: What it has in common with other executions of the region.
         parent: The frame around it.
+        plan: What puts the plan on the model that it ran under; None for a region by hand.
         runs: The calls that it consists of, as far as they have started.
         returned: Tensors that its calls have returned, for the later calls of a span; None for a region of one call.
         store: Stored outputs.
@@ -77,13 +78,14 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "changed", "children", "constants", "draws", "expected", "group", "holders", "hooks",
-        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "random", "random_inside",
-        "recipe", "recorder", "returned", "runs", "spans", "store", "sums",
+        "is_closed", "is_done", "is_inline", "is_kept", "is_running", "lock", "parent", "plan", "random",
+        "random_inside", "recipe", "recorder", "returned", "runs", "spans", "store", "sums",
     )  # fmt: skip
 
     def __init__(self, recipe: Recipe, parent: Frame | None) -> None:
         self.recipe = recipe
         self.parent = parent
+        self.plan = recipe.plan() if recipe.plan is not None else None
         self.runs: list[Run] = []
         self.returned = Returned() if len(recipe.parts) > 1 else None
         self.store: Store | None = None
@@ -158,7 +160,7 @@ class Frame:
                 )
             replay = Replay(self)
             try:
-                with timed_recompute(self.recipe.on_error), self.recipe.as_then():
+                with timed_recompute(self.recipe.on_error), self._under_its_plan():
                     replay.run()
             except BaseException:
                 for holder in self._alive_holders():
@@ -174,6 +176,9 @@ class Frame:
                     compat.at_end_of_backward(self.forget)
             elif self.is_closed:
                 self.release()
+
+    def _under_its_plan(self) -> contextlib.AbstractContextManager[None]:
+        return self.plan.as_then() if self.plan is not None else contextlib.nullcontext()
 
     def close(self) -> None:
         """Forward has left it: a span that left out its last calls does not go on, a further call starts anew."""
@@ -230,7 +235,7 @@ class Frame:
         """Let go of everything but the holders."""
         self.is_done = True
         self.runs, self.random = [], []
-        self.store = self.recorder = None
+        self.store = self.recorder = self.plan = None
         self.sums = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -52,6 +53,13 @@ class Learned:
     def hold_all(self) -> None:
         """From now on hold everything in arguments that forward changes."""
         self.holds_all = True
+
+
+class PlanOnModel(Protocol):
+    """Puts a plan on a model, and takes it off."""
+
+    def as_then(self) -> contextlib.AbstractContextManager[None]:
+        """Have the plan on the model, and no other, while a forward that ran under it is run again."""
 
 
 class CallCounter(Protocol):
@@ -114,7 +122,7 @@ class Recipe:
         compares_shapes: Whether shapes and dtypes of recomputed tensors are compared.
         error: Makes what to raise if recompute comes out differently, from a message.
         on_error: Told what a recompute raises.
-        as_then: Entered around recompute: the plan that forward ran under is on the model.
+        plan: What puts the plan on a model that it is part of, None for a region by hand. Weak: it holds its recipes.
         num_calls: Executions in forward.
         num_recomputes: Executions in backward.
         num_ops_run: Ops that ran in recompute; counted in selective regions only.
@@ -126,9 +134,9 @@ class Recipe:
     """
 
     __slots__ = (
-        "__weakref__", "as_then", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched",
+        "__weakref__", "check", "compares_shapes", "early_stop", "error", "held", "learned", "matched",
         "matched_parts", "name", "num_calls", "num_ops_run", "num_ops_skipped", "num_outputs_stored",
-        "num_recomputes", "on_error", "parts", "preserve_rng_state", "runs_own_hooks", "table",
+        "num_recomputes", "on_error", "parts", "plan", "preserve_rng_state", "runs_own_hooks", "table",
     )  # fmt: skip
 
     def __init__(
@@ -152,7 +160,7 @@ class Recipe:
         self.runs_own_hooks = False
         self.error: Callable[[str], RecomputeError] = RecomputeError
         self.on_error: Callable[[BaseException], None] | None = None
-        self.as_then: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.plan: weakref.ref[PlanOnModel] | None = None
         self.learned = learned if learned is not None else Learned()
         self.reset_counts()
 
