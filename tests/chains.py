@@ -116,3 +116,9 @@ def with_random_saves(choose, graph, spec):
     kept = frozenset(choose.sample(born, choose.randint(0, min(3, len(born)))))
     children = tuple(with_random_saves(choose, graph, child) for child in spec.children)
     return type(spec)(spec.call, kept, spec.then, children)
+
+
+def functions_in(regions):
+    """Paths of the functions between modules that these regions and those inside them call."""
+    inner = itertools.chain.from_iterable(functions_in(region.children) for region in regions)
+    return [call.path for region in regions for call in region.calls if call.path.endswith("()")] + list(inner)

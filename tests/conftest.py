@@ -22,3 +22,9 @@ def run(monkeypatch, capsys):
     import command_line
 
     return command_line.runner(monkeypatch, capsys)
+
+
+@pytest.fixture
+def all_functions(monkeypatch):
+    """Trace functions in small modules, too."""
+    monkeypatch.setattr("autoremat._record_calls.MIN_SHARE", 0)

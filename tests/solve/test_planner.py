@@ -131,7 +131,7 @@ def test_a_nest_stores_what_is_costly_to_make(monkeypatch: pytest.MonkeyPatch) -
         ("gelu", 0, 8),
     )
     graph = build_step(tuple((f"h.{i}", (*narrow[:5], ("add", 2, 8), narrow[5])) for i in range(4)), loss_bytes=4)
-    monkeypatch.setattr("autoremat.solve._planner.MAX_REFINED_OPS", 0)  # which finds it by trying
+    monkeypatch.setattr("autoremat.solve._facts.SMALL_STEP_OPS", 0)  # which finds it by trying
     planner = planner_of(graph)
     monkeypatch.setattr("autoremat.solve._nests.SET_SHARES", ())
     without = planner_of(graph)

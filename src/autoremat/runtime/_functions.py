@@ -49,7 +49,7 @@ class FunctionMode(TorchFunctionMode):
 
     def __init__(self, owner: nn.Module, watched: Watched) -> None:
         super().__init__()
-        self._owner = owner
+        self.owner = owner
         self._watched = watched
         self._covers: list[FunctionMode] = []
         self._is_covered = False
@@ -59,17 +59,17 @@ class FunctionMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)  # of a module that is compiled by itself
         next_call = None if self._is_covered else self._watched.get(function_name(func))
-        if next_call is None or running_module() is not self._owner or not takes_part((args, kwargs)):
-            return func(*args, **kwargs)
-        on_call = next_call()
-        if on_call is None:
+        if next_call is None or running_module() is not self.owner:
             return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        on_call = next_call() if takes_part(leaves) else None
+        if on_call is None:
+            return func(*args, **kwargs)
         return on_call(FunctionCall(func, structure), *leaves)
 
     def start(self) -> None:
         """The forward starts. One of the same module that is running, or was left by a KeyboardInterrupt, waits."""
-        self._covers = [mode for mode in _running() if mode.owner is self._owner and not mode._is_covered]
+        self._covers = [mode for mode in _running() if mode.owner is self.owner and not mode._is_covered]
         for mode in self._covers:
             mode._is_covered = True
         compat.push_function_mode(self)
@@ -81,11 +81,6 @@ class FunctionMode(TorchFunctionMode):
             compat.replace_function_modes(tuple(mode for mode in modes if mode is not self))
         for mode in self._covers:
             mode._is_covered = False
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module whose forward it watches."""
-        return self._owner
 
 
 @runs_forward

@@ -21,6 +21,8 @@ from autoremat._step_graph import SavedTensor, StepGraph
 
 _TIE_SHARE = 1e-5
 """What moving every byte of the step once more counts for, as a share of the cost of the step."""
+SMALL_STEP_OPS = 500
+"""Steps of up to so many ops of forward are small: what nests store is tried op by op there (see `_variants`)."""
 Bytes = npt.NDArray[np.int64]
 
 
@@ -69,6 +71,11 @@ class Facts:
     first_use: list[int]
     tie_cost: float
     held: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the step is small enough to try what nests store op by op; the optimizer's ops do not matter."""
+        return sum(op.phase == "forward" for op in self.graph.ops) <= SMALL_STEP_OPS
 
     def held_inputs(self, *calls: int) -> dict[int, int]:
         """Storages of arguments that a region of these calls holds, and which of its calls first gets each."""

@@ -30,13 +30,11 @@ from autoremat.solve._chain import NestEdge
 from autoremat.solve._facts import Bytes, Facts
 from autoremat.solve._options import Option, RegionCost, cost_around
 from autoremat.solve._rows import Calls
-from autoremat.solve._segments import SLACK_OPS, Candidate, Nest, Segments
+from autoremat.solve._segments import LONG_ROW, SLACK_OPS, Candidate, Nest, Segments
 from autoremat.solve._units import Inner, moved
 
 SET_SHARES = (0.02, 0.4)
 """Store sets: which share of what recomputing all costs is left to recompute."""
-LONG_ROW = 64
-"""In rows of more calls, nests of more than half of them store nothing: they serve where there is no memory for it."""
 StoreSets = tuple[tuple[frozenset[int], ...], ...]
 """Storages, by micro-step and set."""
 

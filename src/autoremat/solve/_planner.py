@@ -59,8 +59,8 @@ GENERAL_GAP, GENERAL_GAIN = 0.01, 0.005
 
 STAGES_LEVELS, STAGES_GAIN = 6, 0.001
 """In how many levels a row is solved by stages, and what that may gain at least, as a share of the cost of the step."""
-MAX_REFINEMENTS, MAX_REFINED_OPS = 16, 500
-"""How many plans next to one with nests are tried, in steps of at most so many ops of forward: a GPT-2 gains little."""
+MAX_REFINEMENTS = 16
+"""How many plans next to one with nests are tried, in small steps: a GPT-2 gains little."""
 
 Price = Callable[[Sequence[RegionSpec]], int]
 Regions = tuple[RegionSpec, ...]
@@ -117,10 +117,9 @@ class _Cell:
         """Whether another plan may lie between the two."""
         return self.high - self.low > 1 and self.lower.regions != self.upper.regions
 
-    @property
-    def is_coarse(self) -> bool:
-        """Whether it is one of the upper levels."""
-        return self.high - self.low > 1 << (DEPTH - GENERAL_LEVELS)
+    def is_in_upper(self, levels: int) -> bool:
+        """Whether it is in one of so many upper levels of the tree."""
+        return self.high - self.low > 1 << (DEPTH - levels)
 
     @property
     def area(self) -> float:
@@ -155,7 +154,7 @@ class Planner:
         self._problem = build_problem(self._facts, op_cost, region_cost, flat=flat)
         self._table = Table(self._problem.chain)
         self._general = General(self._problem) if branches(self._facts) else None
-        self._is_small = sum(op.phase == "forward" for op in graph.ops) <= MAX_REFINED_OPS
+        self._is_small = self._facts.is_small
         self._storable = storable(self._problem) if self._is_small else frozenset[int]()
         self._is_tiny = not flat and Nearby.is_for(self._problem)
         self._stages = Stages.of(self._problem, self._storable, op_cost) if self._is_tiny else None
@@ -342,7 +341,7 @@ class Planner:
         allowed = partial(self._is_in, cell)
         if self._stages is not None and self._is_wide(cell, best):
             best = self._improved(best, budget_bytes, allowed, self._stages.solve)
-        if self._general is not None and cell.is_coarse and self._leaves_room(best, budget_bytes):
+        if self._general is not None and cell.is_in_upper(GENERAL_LEVELS) and self._leaves_room(best, budget_bytes):
             best = self._improved(best, budget_bytes, allowed, self._by_program, gain=GENERAL_GAIN * sum(self._op_cost))
         if self._is_small and self._leaves_room(best, budget_bytes):
             starts = dict.fromkeys((best, cell.lower))  # the one for less memory may be of nests, which can store more
@@ -371,8 +370,7 @@ class Planner:
 
     def _is_wide(self, cell: _Cell, best: _Priced) -> bool:
         """Whether solving by stages may gain anything worth it in a cell."""
-        is_fine = cell.high - cell.low <= 2 ** (DEPTH - STAGES_LEVELS)
-        return not is_fine and best.cost - cell.upper.cost > STAGES_GAIN * sum(self._op_cost)
+        return cell.is_in_upper(STAGES_LEVELS) and best.cost - cell.upper.cost > STAGES_GAIN * sum(self._op_cost)
 
     def _leaves_room(self, best: _Priced, budget_bytes: int) -> bool:
         """Whether the bound allows a much better plan."""

@@ -43,9 +43,10 @@ MAX_SHARE_IN_STACK = 0.4
 """A call that holds half of everything, in parts of which each holds less than this of it, is a stack: no region."""
 MAX_CUTS = 36
 """Places between the calls of a stack at which nests may start or stop."""
-LONG_ROW, MANY_OPS = 64, 500
-"""In rows of more calls, in steps of up to so many ops of forward, nests hold at most half of the row: a long nest in a
-long one has a smaller peak, but all runs once more, and from there what is worth storing is not found."""
+LONG_ROW = 64
+"""In rows of more calls nests of more than half of them store nothing: they serve where there is no memory for it. In
+small steps there are none: a long nest in a long one runs all once more, and from there what is worth storing is not
+found."""
 SLACK_OPS = 8
 """A storage that outlives its region by fewer ops (a local variable of the caller) counts as dropped with it."""
 
@@ -289,10 +290,10 @@ def _nests(facts: Facts, rows: Rows, intervals: Sequence[Calls]) -> dict[Calls, 
         return ends[bisect_left(starts, first_end)] <= graph.calls[calls[-1]].end
 
     wanted: dict[Calls, Calls] = {}
-    has_many_ops = sum(op.phase == "forward" for op in facts.graph.ops) > MANY_OPS
+    is_small = facts.is_small
     for row in rows.rows:
         cuts, whole = _cuts(facts, row), _joined(row)
-        most = len(row) if has_many_ops or len(row) <= LONG_ROW else len(row) // 2
+        most = len(row) // 2 if is_small and len(row) > LONG_ROW else len(row)
         parts = [_joined(row[a:b]) for a, b in combinations(cuts, 2) if 1 < b - a <= most]
         for calls in (*parts, *row):
             wanted.setdefault(calls, whole)
